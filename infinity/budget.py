@@ -146,6 +146,8 @@ def _page_size(
             totals = page_totals(fsdp_modules, formats, totals.page_bytes // 2)
         except BudgetError:  # some rows do not fit in smaller pages
             break
+        if totals.number > _MOST_SMALL_PAGES:  # an error in `choose_budget`; smaller pages would be even more
+            break
     may_grow = totals.page_bytes == _LARGEST_PAGE
     most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
     while may_grow and totals.number > most and totals.page_bytes < largest:
@@ -196,7 +198,7 @@ def _too_many(
         )
     return (
         f"the host cache of {format_size(host_bytes)} is too small for this model: it would divide the state into "
-        f"{divided}; set memory.host_bytes to {format_setting(_WANTED_CACHE_SLOTS * enough)} or more"
+        f"at least {divided}; set memory.host_bytes to {format_setting(_WANTED_CACHE_SLOTS * enough)} or more"
     )
 
 

@@ -181,7 +181,9 @@ class BaseOptimizer:
         if not (created or torch_private.has_scheduler(paged)):
             return ""  # any change was made by the training loop itself
         for number, (before, now) in enumerate(zip(groups, self.optimizer.param_groups, strict=False)):
-            if changed := _changed(before, now):
+            # The constructor keeps an existing `initial_lr`. A caller that assigns it chooses the schedule itself.
+            kept = "initial_lr" in before and now.get("initial_lr") is before["initial_lr"]
+            if kept and (changed := _changed(before, now)):
                 return f"param group {number}: {changed}"
         return ""
 

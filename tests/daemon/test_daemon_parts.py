@@ -281,7 +281,7 @@ def test_ranks_are_counted_by_status_across_runs(tmp_path):
     for status, count in {"live": 2, "ended": 1, "dead": 0, "broken": 2}.items():
         assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
     for run in ("run", "later"):
-        assert found.count(f'infinity_run_info{{rank="0",run="{run}",world_size="8"}} 1.0') == 1
+        assert found.count(f'infinity_run_info{{name="{run}",rank="0",run="{run}",user=') == 1
     for stats in (live, other):
         stats.close()
 

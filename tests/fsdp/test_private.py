@@ -16,7 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -399,6 +405,24 @@ def test_reshard_restores_sharded_parameters(model: nn.Module) -> None:
     assert torch_private.local_part(plain) is plain
 
 
+def test_registered_forward_methods_are_announced_before_their_gather(model: nn.Module) -> None:
+    """`register_fsdp_forward_method` calls `_pre_forward` of the FSDP state, and forward hooks do not run."""
+    type(model).head_weight = lambda self: self.head.weight
+    register_fsdp_forward_method(model, "head_weight")
+    gathered = []
+    stop = torch_private.before_forward_methods(
+        model, lambda: gathered.append(not isinstance(model.head.weight, DTensor))
+    )
+    assert not isinstance(model.head_weight(), DTensor)
+    assert gathered == [False]
+    models.loss_of(model, batch(model, 0))  # `forward` is announced by its hooks
+    assert gathered == [False]
+    stop()
+    model.head_weight()
+    assert gathered == [False]
+    del type(model).head_weight
+
+
 def test_partial_reshard_after_forward_is_detected(model: nn.Module) -> None:
     """`post_forward_mesh_info` is the group's mesh for True, None for False, and a different mesh for a number."""
     for reshard in (True, False):
@@ -604,6 +628,33 @@ def test_bookkeeping_attributes_of_optimizers_are_known() -> None:
     assert not any("hook" in name for name in own)
     optimizer.note = "mine"
     assert not torch_private.is_bookkeeping("note", optimizer.note)
+
+
+def test_schedulers_mark_their_optimizer() -> None:
+    """The first scheduler wraps `step`."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    assert not torch_private.has_scheduler(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert torch_private.has_scheduler(optimizer)
+
+
+def test_modules_with_extra_state_are_found() -> None:
+    """The keys are those of `state_dict`, and sharding does not change the result."""
+
+    class Layer(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 1
+
+    class Both(Layer):
+        def set_extra_state(self, state: Any) -> None: ...
+
+    model: Any = Both(2, 2)
+    model.inner = nn.Sequential(nn.Linear(2, 2), Layer(2, 2))
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    found = dict(torch_private.modules_with_extra_state(model))
+    assert found == {"_extra_state": model, "inner.1._extra_state": model.inner[1]}
+    assert found.keys() == {key for key in model.state_dict() if "extra" in key}
+    assert [torch_private.restores_extra_state(module) for module in found.values()] == [True, False]
 
 
 def test_step_hooks_are_excluded_and_shared() -> None:

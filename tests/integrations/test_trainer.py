@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity import torch_private
 from infinity.accumulation.micro_batches import LayerMajor
 from infinity.fsdp.gradient import PagedGradient
+from infinity.integrations.transformers import attach
 from support import trainers
 from support.models import POLICIES
 from support.tables import WIDE
@@ -60,6 +62,40 @@ def test_model_of_from_pretrained(tmp_path: Path) -> None:
     trainer.train()
     outcome_of(trainer).equals(by_hand(build()))
     trainer.end()
+
+
+def test_predict_with_generate_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """`Seq2SeqTrainer` generates the same tokens as in memory, before and after training."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    rows = [{"input_ids": torch.arange(2, 8) + row, "labels": torch.arange(20, 26) + row} for row in range(16)]
+
+    def predictions(folder: Path, *, paged: bool) -> list[Any]:
+        torch.manual_seed(0)
+        config = T5Config(
+            vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0, eos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        model = T5ForConditionalGeneration(config)
+        for block in (*model.encoder.block, *model.decoder.block, model) if paged else ():
+            fully_shard(block, mesh=infinity.mesh())
+        arguments = Seq2SeqTrainingArguments(
+            str(folder), max_steps=3, learning_rate=0.01, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=True, predict_with_generate=True, generation_max_length=5, per_device_eval_batch_size=4,
+        )  # fmt: skip
+        trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows)
+        if paged:
+            attach(trainer, trainers.settings(tmp_path / "nvme"))
+        before = trainer.predict(rows[:4]).predictions
+        trainer.train()
+        after = trainer.predict(rows[:4]).predictions
+        if paged:
+            trainer.end()
+        return [before.tolist(), after.tolist()]
+
+    expected = predictions(tmp_path / "memory", paged=False)
+    assert expected[0] != expected[1]
+    assert predictions(tmp_path / "out", paged=True) == expected
 
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
@@ -243,6 +244,53 @@ def test_hooks_on_meta_parameters_are_transferred(tmp_path: Path) -> None:
             handle.remove()
         step(model, paged)
         assert len(seen) == len(handles)
+
+
+# Schedulers of a run that resumes #
+
+
+def resumed_rate(folder: Path, create: str, config: dict[str, Any], *, manual: bool = False) -> float:
+    """Resume and take a step with a warm-up that is created before or after `offload`; return the learning rate."""
+    model = build(RECIPE)
+    optimizer: Any = make_optimizer(RECIPE, model)
+    scheduler = LinearLR(optimizer, 0.1, total_iters=4) if create == "before" else None
+    with infinity.offload(model, optimizer, config) as paged:
+        if create in ("base", "paged"):
+            scheduler = LinearLR(optimizer if create == "base" else paged, 0.1, total_iters=4)
+        if scheduler is not None:
+            scheduler.load_state_dict(paged.resumed_extra["scheduler"])
+        if manual:
+            paged.param_groups[0]["lr"] = 0.5
+        rate = paged.param_groups[0]["lr"]
+        step(model, paged)
+        step(model, paged)
+        return rate
+
+
+@pytest.mark.parametrize("create", ["before", "base", "paged", "manual"])
+def test_rate_changed_by_a_scheduler_created_after_resuming_is_reported(
+    create: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with both values. A rate that the training loop sets itself is not reported."""
+    model = build(RECIPE)
+    optimizer = make_optimizer(RECIPE, model)
+    full = optimizer.param_groups[0]["lr"]
+    scheduler = LinearLR(optimizer, 0.1, total_iters=4)
+    config = settings(tmp_path, Paging(host_cache="all"), 64 << 20)
+    with infinity.offload(model, optimizer, config) as paged:
+        step(model, paged)
+        scheduler.step()
+        saved = paged.param_groups[0]["lr"]
+        paged.save_checkpoint({"scheduler": scheduler.state_dict()})
+    rate = resumed_rate(tmp_path, create, {**config, "run": {"resume": "latest"}}, manual=create == "manual")
+    expected = f"param group 0: lr was changed from {saved} to {rate} by a scheduler"
+    reported = [record.getMessage() for record in caplog.records if "by a scheduler" in record.getMessage()]
+    if create in ("base", "paged"):
+        assert rate != saved
+        assert [message.startswith(expected) for message in reported] == [True]
+    else:
+        assert rate == {"before": saved, "manual": 0.5}[create] != full
+        assert reported == []
 
 
 # Settings and attributes #

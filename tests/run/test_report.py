@@ -45,6 +45,25 @@ def test_training_metrics_describe_the_last_step(tmp_path: Path) -> None:
         assert shown()["training_loss"] == loss.item()
         with pytest.raises(ConfigError, match="tokens = -1"):
             optimizer.report(tokens=-1)
+        optimizer.report(total_steps=20)
+        assert stats.snapshot().value("training_target_steps") == 20
+        with pytest.raises(ConfigError, match="total_steps = -1"):
+            optimizer.report(total_steps=-1)
         optimizer.report(loss=math.inf)
         assert shown()["training_tokens_total"] == tokens + 1
         assert shown()["training_loss"] == math.inf
+
+
+def test_run_has_a_name(tmp_path: Path) -> None:
+    """The default consists of the model and the folder. After resuming, target steps exclude earlier steps."""
+    with Session(tmp_path) as session:
+        assert session.optimizer.run.stats.header.name == "Toy in nvme0"
+        session.run(3)
+        session.optimizer.save_checkpoint()
+    with Session(tmp_path, run={"resume": "latest", "name": "second try"}) as session:
+        header = session.optimizer.run.stats.header
+        assert (header.name, header.steps_before) == ("second try", 3)
+        session.optimizer.report(total_steps=10)
+        assert session.optimizer.run.stats.snapshot().value("training_target_steps") == 7
+    with pytest.raises(ConfigError, match=r"run\.name = 'a\\nb'"):
+        Session(tmp_path, run={"name": "a\nb"})

@@ -13,12 +13,20 @@ class CountedRank:
     """Write the metrics of a rank to a stats file in a folder, or in memory if `folder` is ``None``."""
 
     def __init__(
-        self, folder: Path | None, run: str = "run-1", rank: int = 0, world_size: int = 1, paths=(), version="0.1.0"
+        self,
+        folder: Path | None,
+        run: str = "run-1",
+        rank: int = 0,
+        world_size: int = 1,
+        paths=(),
+        version="0.1.0",
+        **info: str,
     ) -> None:
         devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
-        info = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
+        texts = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
         self.stats = Stats.create(
-            folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices, info=info
+            folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices,
+            info={**texts, **info},
         )
 
     def step(

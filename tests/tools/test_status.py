@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.output.splitlines()}
     drive = locate(str(nvme)).drive.name
     assert "metrics on port" in rows["infinityd"]
-    assert rows["mine"].startswith("mine 1 of 8 live 57 ")
+    assert rows["mine"].startswith(f"mine mine {getpass.getuser()} 1 of 8 live 57 ")
     assert rows["begins"].startswith(f"begins {drive} 3 MiB ")
     assert rows["begins"].endswith(f" {nvme}")
     assert " 3.21 1.50 2.00 0 s ago " in rows[drive]
@@ -74,7 +75,7 @@ def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch
     monkeypatch.setenv("COLUMNS", "200")
     answer: dict[str, Any] = {
         "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {"devices": False},
-        "ranks": [{"run_id": "[red]x", "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
+        "ranks": [{"run_id": "[red]x", "name": "x", "user": "me", "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
         "paths": [{"path": "/gone", "error": "No such file"}],
         "reservations": [], "stale_runs": [],
     }  # fmt: skip
@@ -89,7 +90,7 @@ RUN_ID = "20260101-120000-a1b2c3"
 FOLDER = "/mnt/a-drive-with-a-long-name/and-a-folder/of-this-project"
 FULL: dict[str, Any] = {
     "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {},
-    "ranks": [{"run_id": RUN_ID, "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
+    "ranks": [{"run_id": RUN_ID, "name": "tiny", "user": "me", "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
     "paths": [{"path": FOLDER, "device": "nvme0n1", "free": 1 << 40, "wear_ratio": 0.01, "endurance_days": 900.0,
                "bandwidth": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
     "reservations": [{"run_id": RUN_ID, "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30, "pid": 12345}],

@@ -25,6 +25,7 @@ from infinity import Config, PagedOptimizer
 from infinity.config import runtime_dir
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.ranks import Ranks
+from infinity.run.run_name import with_name
 from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size

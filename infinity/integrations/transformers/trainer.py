@@ -34,6 +34,7 @@ from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
 from infinity.run.optimizer import PagedOptimizer
+from infinity.run.run_name import with_name
 from infinity.sources.initialize import InitFunction
 
 with needs("trainer", "infinity.integrations.transformers"):
@@ -104,7 +105,7 @@ def attach(
     unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
     register_generate(own.model)
-    settings = _with_limit(settings, own.args)
+    settings = _with_run_name(_with_limit(settings, own.args), own.args, own.model)
     accumulation = accumulation_of(trainer, layer_major)
     kind = type(trainer)
     own.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
@@ -114,6 +115,13 @@ def attach(
     if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         # The Trainer checks the class name, which fully_shard has changed.
         own.label_smoother = partial(own.label_smoother, shift_labels=True)
+
+
+def _with_run_name(settings: Config, args: Any, model: Any) -> Config:
+    """Return the settings with the Trainer's run name, or by default the name of the model and the output folder."""
+    if not settings.run.name and args.run_name and args.run_name != args.output_dir:
+        return replace(settings, run=replace(settings.run, name=args.run_name))
+    return with_name(settings, model, args.output_dir)
 
 
 def _with_limit(settings: Config, args: Any) -> Config:

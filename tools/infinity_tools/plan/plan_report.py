@@ -83,8 +83,11 @@ def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableTyp
     yield _step(found)
     yield _facts(found)
     if changes:
-        rows = [(change.what, f"-{change.saved:.0%}", change.price) for change in changes]
-        yield table("changes that would help most", ("change", ">time per token", ""), rows)
+        rows = [
+            (change.what, f"{-change.saved:+.0%}", f"{-change.writes_saved:+.0%}", change.price) for change in changes
+        ]
+        headings = ("change", ">time per token", ">NVMe writes per token", "")
+        yield table("changes that would help most", headings, rows)
 
 
 def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
@@ -284,6 +287,7 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
                 "change": change.what,
                 "price": change.price,
                 "saved": change.saved,
+                "writes_saved": change.writes_saved,
                 "step_seconds": change.result.step_seconds(change.result.workload.batch_tokens),
                 "batch_tokens": change.result.workload.batch_tokens,
             }
