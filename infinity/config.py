@@ -222,7 +222,7 @@ class RunConfig:
     name: str = setting(
         "",
         "Name of the run in `infinity top`, the dashboard, metrics, alerts and trackers. Empty: the name of the model "
-        "and the last part of the first storage path, or of `--out` for `infinity train`.",
+        "and the last part of the first storage path, or of the output folder for `infinity train` and the Trainer.",
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto",

@@ -66,7 +66,8 @@ class DrivesConfig:
     paths: tuple[str, ...] = setting(
         (),
         "Folders on NVMe drives, usually the same as `storage.paths` of runs. The daemon reports and measures their "
-        "drives, and searches the folders and up to three levels of subfolders for stale runs. It also reports drives used by live ranks.",
+        "drives, and searches the folders and up to three levels of subfolders for stale runs. It also reports drives "
+        "used by live ranks.",
     )
     endurance: Mapping[str, int] = setting(
         {},

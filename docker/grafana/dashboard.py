@@ -1,7 +1,7 @@
 """Print the Grafana dashboard: `python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json`.
 
 Expressions use the metric names of the table (`infinity/telemetry/metrics.py`). This script adds the prefix and the
-selection of runs and ranks, and rejects names that are not in the table.
+selection of instances, runs and ranks, and rejects names that are not in the table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any, Final, Literal
 
 from infinity.telemetry import METRICS, PREFIX
 
-SOURCE: Final = {"type": "prometheus", "uid": "prometheus"}
-CHOSEN: Final = 'run=~"$run",rank=~"$rank"'
+SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+CHOSEN: Final = {
+    "daemon": 'instance=~"$instance"',
+    "rank": 'instance=~"$instance",run=~"$run",rank=~"$rank"',
+}
+"""Selection by the variables of the dashboard, by the process that records a metric."""
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 
 SERIES: Final = {
@@ -41,7 +45,8 @@ _RATE = "[$__rate_interval]"
 
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Training": (
-        Panel("Runs", "none", "Runs with stats files.", (("max by (run, world_size) (run_info)", ""),), "table"),
+        Panel("Runs", "none", "Runs with stats files.", (("max by (name, run, user, world_size) (run_info)", ""),),
+              "table"),
         Panel("Loss", "none", "Last reported loss; mean over ranks.", (("avg by (run) (training_loss)", "{{run}}"),)),
         Panel(
             "Tokens per second", "short", "Sum over the ranks of a run.",
@@ -65,6 +70,11 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             (("avg by (run) (training_learning_rate)", "{{run}}"),),
         ),
         Panel("Steps", "short", "Steps since the start of the process.", (("max by (run) (steps_total)", "{{run}}"),)),
+        Panel(
+            "Remaining time", "s", "At the mean step time of the last five minutes, if the loop reports its last step.",
+            (("(max by (run) (training_target_steps > 0) - max by (run) (steps_total)) / "
+              "max by (run) (rate(steps_total[5m]))", "{{run}}"),), "stat",
+        ),
         Panel(
             "Parameters updated", "ops", "Updates per second; sum over the ranks of a run.",
             ((f"sum by (run) (rate(optimizer_updated_parameters_total{_RATE}))", "{{run}}"),),
@@ -274,9 +284,7 @@ def expand(expression: str) -> str:
 
     def full(match: re.Match[str]) -> str:
         name, given = match.groups()
-        chosen = CHOSEN if SERIES[name].server == "rank" else ""
-        matchers = ",".join(filter(None, (chosen, given)))
-        return PREFIX + name + (f"{{{matchers}}}" if matchers else "")
+        return f"{PREFIX}{name}{{{','.join(filter(None, (CHOSEN[SERIES[name].server], given)))}}}"
 
     left = re.findall(r"\b\w+(?:_total|_seconds|_bytes|_info|_sum|_count|_bucket)\b", _NAME.sub("", expression))
     if left:
@@ -340,7 +348,7 @@ def _panels() -> list[dict[str, Any]]:
     return found
 
 
-def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+def _variable(name: str, label: str, query: str, pattern: str = "") -> dict[str, Any]:
     return {
         "name": name,
         "label": label,
@@ -348,6 +356,7 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
         "datasource": SOURCE,
         "query": {"query": query, "refId": name},
         "definition": query,
+        "regex": pattern,
         "refresh": 2,
         "includeAll": True,
         "allValue": ".*",
@@ -374,8 +383,16 @@ def dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "templating": {
             "list": [
-                _variable("run", "Run", f"label_values({PREFIX}run_info, run)"),
-                _variable("rank", "Rank", f'label_values({PREFIX}run_info{{run=~"$run"}}, rank)'),
+                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+                _variable("instance", "Instance", f"label_values({PREFIX}daemon_build_info, instance)"),
+                _variable(
+                    "run",
+                    "Run",
+                    f'query_result(label_join(max by (name, run) ({PREFIX}run_info{{instance=~"$instance"}}), '
+                    '"shown", " ", "name", "run"))',
+                    '/run="(?<value>[^"]+)".*shown="(?<text>[^"]+)"/',
+                ),
+                _variable("rank", "Rank", f'label_values({PREFIX}run_info{{instance=~"$instance",run=~"$run"}}, rank)'),
             ]
         },
         "panels": _panels(),

@@ -100,7 +100,7 @@ class NewFolder:
         self._descriptor = -1  # descriptor of `partial`, locked so that other exports do not report it as abandoned
         try:
             if self.folder.exists() and not self.folder.is_dir():
-                raise ConfigError(f"{folder} is not a folder. Use a new folder.")
+                raise ConfigError(f"{folder} exists but is not a folder. Choose a different path.")
             if self.folder.exists() and any(self.folder.iterdir()):
                 raise ConfigError(f"{folder} is not empty. Use a new folder.")
         except OSError as error:

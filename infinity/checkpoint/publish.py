@@ -190,12 +190,39 @@ class CheckpointWriter:
         # overwritten pages.
         kept = {**self._checkpoints, step: checkpoint}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
-        remove_checkpoints(self._folder, self._ranks, keep=kept.values())
+
+        def remove_others() -> bool:
+            try:
+                remove_checkpoints(self._folder, self._ranks, keep=kept.values())
+            except OSError as error:
+                self._keep_replaced(error, self._store.replaced_by(step, prefer))
+                return False
+            return True
+
+        removed = self._ranks.together("removing earlier checkpoints", remove_others)
         self._checkpoints = kept
         self._store.adopt(step, versions, prefer)
-        while self._not_flushed:
+        self._not_flushed.remove(versions)
+        self._store.release(versions)
+        while removed and self._not_flushed:
             self._store.release(self._not_flushed.pop())
         self._space.hold(self._to_come)
+
+    def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
+        """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.
+
+        Raises:
+            BudgetError, StorageError: if there is no space for further versions of these pages.
+        """
+        _log.warning(
+            "earlier checkpoints cannot be removed: %s: %s. They occupy space until a later checkpoint removes them.",
+            error.filename or self._folder.checkpoints,
+            error.strerror,
+        )
+        for versions in replaced:
+            self._store.keep(versions)
+            self._not_flushed.append(versions)
+        self._store.make_room(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
         """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
@@ -211,6 +238,7 @@ class CheckpointWriter:
                 name.file_name,
                 error.strerror,
             )
+            self._store.make_room(len(self._not_flushed))
             return
         self._not_flushed.remove(versions)
         self._store.release(versions)

@@ -331,7 +331,7 @@ def _rules_to_revert(
 
 
 def _made(rules: Iterable[_Rule], tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], dict[str, str]]:
-    """Run conversions on the meta device to determine their targets. Also return the reasons for failed conversions."""
+    """Return the targets of conversions, determined on the meta device, and the reasons for those that failed."""
     made: list[Conversion] = []
     failed: dict[str, str] = {}
     for rule in rules:

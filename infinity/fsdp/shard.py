@@ -25,6 +25,10 @@ aten = torch.ops.aten
 class ShardSource(Protocol):
     """Storage that provides the content of shards."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether the run that holds the content was closed."""
+
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the all-gather input of a shard (compute dtype, padded) into a flat tensor."""
 

@@ -104,6 +104,11 @@ class ShardIO:
         self._why_closed = why or self._why_closed
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._open is None
+
+    @property
     def _pager(self) -> Pager:
         return self._opened.pager
 

@@ -64,6 +64,8 @@ class ShardedModel:
     """Whether any parameter is on the meta device."""
     outermost: nn.Module
     """Module that contains the model, such as a LightningModule, or the model itself."""
+    of_closed_run: bool = False
+    """Whether the model was offloaded before and its run was closed, so that only a checkpoint has its values."""
 
     @classmethod
     def inspect(cls, model: nn.Module, outermost: nn.Module | None = None) -> ShardedModel:
@@ -118,11 +120,13 @@ class ShardedModel:
             )
         if names_of:
             raise _outside(model, sorted(name for names in names_of.values() for name in names))
-        if any(
-            isinstance(torch_private.local_tensor(member.param), PagedShard)
+        paged = [
+            local
             for fsdp_module in members
             for member in fsdp_module
-        ):
+            if isinstance(local := torch_private.local_tensor(member.param), PagedShard)
+        ]
+        if any(not shard.handle.source.closed for shard in paged):
             raise UnsupportedError("the model is already offloaded; build a new model to offload it again")
         for fsdp_module in members:
             for member in fsdp_module:
@@ -136,6 +140,7 @@ class ShardedModel:
             device=found[0][1].device,
             on_meta="meta" in devices,
             outermost=outermost or model,
+            of_closed_run=bool(paged),
         )
 
     @property

@@ -150,6 +150,20 @@ class Checkpoints:
         self._finish_rewrite(what, folder)
         return folder
 
+    def suspend(self) -> Config:
+        """Save a checkpoint of the current state and close the run. Return settings that resume it.
+
+        All ranks must call this method together.
+
+        Raises:
+            Exception: any exception that `save_checkpoint` raises. In that case, the run stays open.
+        """
+        paged, again = self._paged, bool(self._token) and self._step == self._paged.steps
+        # A folder of the same step keeps its checkpoint.
+        paged.save_checkpoint({_KEY: {"token": self._token, "folder": self._folder}} if again else None)
+        paged.suspend()
+        return with_resume_point(paged.run.settings, paged.run.folder.run_id, paged.steps)
+
     def export(self, folder: Path, **named: Any) -> list[Path]:
         """Write weights with `PagedOptimizer.save_pretrained`, and replace earlier weights in the folder.
 

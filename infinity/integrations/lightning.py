@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-import infinity
+from infinity import torch_private
 from infinity.checkpoint.durable import write_durably
 from infinity.config import Config, load_config
 from infinity.errors import UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
+from infinity.run.offload import offload_inside
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialize import InitFunction
 from infinity.untrusted_files import read_regular
@@ -31,6 +32,7 @@ with needs("lightning", "infinity.integrations.lightning"):
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.seed import isolate_rng
 
 META = "meta.pt"
 """File in a checkpoint folder for the data that Lightning saves in addition to the weights and the optimizer."""
@@ -76,7 +78,9 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self._settings, self._weights, self._strict, self._init = load_config(config), weights, strict, init
         self._paged: PagedOptimizer | None = None  # of the last fit
         self._checkpoints: Checkpoints | None = None  # of the last fit
+        self._sharded_model: nn.Module | None = None  # sharded model of the last fit
         self._loaded: Path | None = None  # folder that the next fit resumes from
+        self._fitting = False  # whether a fit has offloaded its module and has not ended
 
     @property
     def paged(self) -> PagedOptimizer:
@@ -126,37 +130,91 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             raise UnsupportedError("validate(), test() and predict() require weights on NVMe; call fit() first")
 
     def _fit(self, trainer: Trainer) -> None:
-        settings, loaded = self._settings, self._loaded
-        self._loaded = None
+        """Offload the module, or the next optimizer of a module that was offloaded by an earlier fit."""
+        loaded, self._loaded = self._loaded, None
+        assert self.lightning_module is not None
+        again = _sharded(self.lightning_module) is self._sharded_model
+        if again and loaded is None and self._paged is not None and not self._paged.closed:
+            self._fit_again(trainer, self._paged)
+        else:
+            self._start(trainer, loaded, has_values=again)
+        self.setup_precision_plugin()
+        self._fitting = True
+
+    def _fit_again(self, trainer: Trainer, paged: PagedOptimizer) -> None:
+        """Continue with the weights of the earlier fit, and like Lightning in memory, with a new optimizer."""
+        if not paged.run.settings.run.retained_checkpoints:
+            raise UnsupportedError(
+                "a second fit() of a module is not supported with run.retained_checkpoints = 0, because the weights "
+                "are kept in a checkpoint until the new optimizer is set up; set it to 1 or more"
+            )
+        self._configure_optimizer(trainer)  # may fail, therefore before the run is closed
+        assert self._checkpoints is not None
+        settings = self._checkpoints.suspend()
+        with isolate_rng():  # resuming restores the random state, which fit() in memory leaves unchanged
+            self._offload(settings, has_values=True, new_optimizer=True)
+
+    def _start(self, trainer: Trainer, loaded: Path | None, *, has_values: bool) -> None:
+        """Start a run, or resume from a folder.
+
+        Args:
+            trainer: the trainer.
+            loaded: folder to resume from, or None.
+            has_values: whether the module was offloaded before. Initial values are not read again.
+        """
+        settings = self._settings
+        assert self.lightning_module is not None
         if loaded is not None:
             _, record = Record.of_checkpoint(loaded, settings, Ranks.current())
             settings = record.resumed(settings)
-        if self._paged is not None:
+        if self._paged is not None and loaded is not None and has_values:
+            self._paged.suspend()
+            self.lightning_module.zero_grad(set_to_none=True)
+        elif self._paged is not None:
             self._paged.close()
-        self.setup_optimizers(trainer)
+        self._configure_optimizer(trainer)
+        self._offload(settings, has_values=has_values)
+        if loaded is not None:
+            assert self._checkpoints is not None
+            self._checkpoints.check(loaded)
+
+    def _configure_optimizer(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
+        # After an earlier fit, the root may still be gathered, and the optimizer would get the gathered parameters.
+        for module in self.lightning_module.modules():
+            if torch_private.is_sharded_module(module):
+                torch_private.reshard(module)
+        self.setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise UnsupportedError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; return one, with param groups"
             )
-        self._paged = infinity.offload(
-            _sharded(self.lightning_module),
+
+    def _offload(self, settings: Config, *, has_values: bool, new_optimizer: bool = False) -> None:
+        assert self.lightning_module is not None
+        self._sharded_model = _sharded(self.lightning_module)
+        self._paged = offload_inside(
+            self.lightning_module,
+            self._sharded_model,
             self.optimizers[0],
             settings,
-            weights=self._weights,
-            strict=self._strict,
-            init=self._init,
+            weights=None if has_values else self._weights,
+            strict=has_values or self._strict,
+            init=None if has_values else self._init,
+            new_optimizer=new_optimizer,
         )
         self._checkpoints = Checkpoints(self._paged, "call trainer.fit(…, ckpt_path={})")
-        if loaded is not None:
-            self._checkpoints.check(loaded)
         self.optimizers = [self._paged]
-        self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the run, and report the reason to the other ranks."""
         if self._paged is not None:
             self._paged.close(exception)
+
+    def teardown(self) -> None:
+        """End a fit. The run stays open, for evaluations and for another fit."""
+        self._fitting = False
+        super().teardown()
 
     # Checkpoints #
 
@@ -186,7 +244,8 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
                 "storage_options is not supported, because checkpoints are folders on a local or shared file system"
             )
         folder = Path(self.broadcast(filepath))
-        assert self._checkpoints is not None
+        if self._checkpoints is None:
+            raise UnsupportedError("there is no state to save yet; call trainer.fit() first, which offloads the module")
         if "optimizer_states" not in checkpoint:
             self._checkpoints.export(folder)
             return
@@ -205,7 +264,10 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return Lightning's data. `fit` then resumes from the checkpoint.
+        """Return Lightning's data. `fit` resumes from the checkpoint, also if it has started already.
+
+        Lightning's `LearningRateFinder` and `BatchSizeFinder` load a checkpoint during a fit. The weights and a new
+        optimizer are then restored in place.
 
         Raises:
             ConfigError: if `save_checkpoint` did not write the folder.
@@ -215,7 +277,11 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             folder, _ = Record.of_checkpoint(folder, self._settings, ranks)
-            self._loaded = folder
+            if self._fitting:
+                with isolate_rng():  # Lightning does not restore the random state
+                    self._start(self.lightning_module.trainer, folder, has_values=True)
+            else:
+                self._loaded = folder
         elif self._checkpoints is not None:
             folder = self._checkpoints.check(folder)
 

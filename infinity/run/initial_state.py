@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import load_state
 from infinity.checkpoint.publish import checkpointed_buffers, restore
-from infinity.errors import StorageError
+from infinity.errors import StorageError, UnsupportedError
 from infinity.formats.companions import carry_companions, keep_companions
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
@@ -50,6 +51,7 @@ class Filling:
 
         Raises:
             ConfigError, CheckpointError: if `weights` is not a supported source.
+            UnsupportedError: if only a checkpoint of a closed run has the values of the model.
         """
         self._run, self._sharded = run, sharded
         # All parameters, by shard.
@@ -60,6 +62,11 @@ class Filling:
         def open_source() -> FirstValues:
             if run.directory.source is not None:
                 return run.directory.source
+            if sharded.of_closed_run:
+                raise UnsupportedError(
+                    "the model was offloaded before and its run was closed, so the model has no values; set run.resume "
+                    "to continue from a checkpoint of that run, or build a new model"
+                )
             if not sharded.on_meta:
                 return OwnValues()
             if weights is None:
@@ -72,10 +79,17 @@ class Filling:
         if run.directory.found is None:
             self._source = run.ranks.together("opening the weights", open_source)
 
-    def fill(self, optimizer: torch.optim.Optimizer, shards: ShardIO) -> ResumedState | None:
+    def fill(
+        self, optimizer: torch.optim.Optimizer, shards: ShardIO, *, new_optimizer: bool = False
+    ) -> ResumedState | None:
         """Compute the buffers, write the initial values, and restore the training progress.
 
         Values are written one FSDP module at a time, so peak memory is the size of the largest FSDP module.
+
+        Args:
+            optimizer: optimizer, whose settings are restored.
+            shards: writes complete shards.
+            new_optimizer: whether to leave the settings and the state of the optimizer at their initial values.
 
         Returns:
             Training progress, or None for a new run.
@@ -88,6 +102,8 @@ class Filling:
         """
         run, sharded, source = self._run, self._sharded, self._source
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
+        if new_optimizer:
+            groups = [dict(group) for group in groups]  # copies, which receive the settings of the checkpoint
         if source is not None:
             together("checking the initial values", partial(source.check, model, self._members, run.layout, optimizer))
         if sharded.on_meta:
@@ -100,6 +116,9 @@ class Filling:
         if resumed is not None and resumed.modules is not None:
             load = partial(load_state, resumed.modules, sharded.outermost, model)
             together("restoring the state of modules", load)
+        if resumed is not None and new_optimizer:
+            # An update ignores the states in the pages of a shard without scalars, as it does in a new run.
+            resumed = replace(resumed, scalars={}, own={})
         return resumed
 
     def _restore(self, groups: list[dict[str, Any]]) -> ResumedState | None:

@@ -114,7 +114,8 @@ class LiveState(FullState):
         """Yield the persistent buffers of the model, on the CPU."""
         found = dict(self._model.named_buffers(remove_duplicate=False))
         for name in self._described.buffers:
-            yield name, found[name].detach().cpu().contiguous()
+            # Layers may share a buffer, but safetensors rejects tensors that overlap in memory.
+            yield name, found[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
         """Return a parameter or one of its optimizer states in its full shape.

@@ -132,12 +132,14 @@ def offload_inside(
     weights: str | os.PathLike[str] | None,
     strict: bool,
     init: InitFunction | None,
+    new_optimizer: bool = False,
 ) -> PagedOptimizer:
     """Offload a model that is part of another module, whose buffers and extra state checkpoints also contain.
 
     Args:
         outermost: module that contains `model` and no further parameters, such as a LightningModule.
         model: see `offload`, like all other arguments, return value and exceptions.
+        new_optimizer: whether a resumed run starts with the settings of `optimizer` and without optimizer state.
     """
     settings = load_config(config)
     check_config(settings)
@@ -176,7 +178,7 @@ def offload_inside(
     try:
         filling = Filling(run, sharded, weights, strict, init)
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
-        resumed = filling.fill(optimizer, steps.shards)
+        resumed = filling.fill(optimizer, steps.shards, new_optimizer=new_optimizer)
         paged = _attach(run, sharded, steps, resumed)
         open_runs.add(paged, model)
     except BaseException as error:

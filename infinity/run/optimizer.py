@@ -509,12 +509,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._close(error or sys.exception())
 
-    def _close(self, cause: BaseException | None) -> None:
+    def suspend(self) -> None:
+        """Close the run without removing files or reporting steps that no checkpoint contains.
+
+        The caller then offloads the same model again, resuming from a checkpoint of this run.
+        """
+        self._close(None, suspend=True)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run was closed."""
+        return self._closed
+
+    def _close(self, cause: BaseException | None, *, suspend: bool = False) -> None:
         if not self._closed and self._run.is_here:
             self._closed = True
             self._runner.end("this optimizer was closed", early=cause is not None)
-            self._tell_lost_steps()
-            self._run.close(cause, checkpointed=self._checkpointed is not None)
+            if not suspend:
+                self._tell_lost_steps()
+            self._run.close(cause, checkpointed=self._checkpointed is not None, suspend=suspend)
 
     def _tell_lost_steps(self) -> None:
         """Warn about steps that no checkpoint contains, unless the settings ask for them to be discarded."""

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -356,19 +356,21 @@ class Run:
         if self.is_here:
             self._release(error, remove=self.directory.found is None)
 
-    def close(self, cause: BaseException | None, *, checkpointed: bool) -> None:
+    def close(self, cause: BaseException | None, *, checkpointed: bool, suspend: bool = False) -> None:
         """Release files, memory and the folder lock, and remove the run if its files are not kept.
 
         Args:
             cause: reason why the run ends early, or None. It also ends the other ranks.
             checkpointed: whether the run has a checkpoint to resume from.
+            suspend: whether to keep the files in any case, because this process resumes the run.
 
         Raises:
             StallError: if a device does not respond. The folder stays locked until this process exits.
             Exception: the first error during cleanup, if `cause` is None.
         """
         keep = self.settings.run.keep
-        self._release(cause, remove=keep == "auto" and not checkpointed, always=keep == "never")
+        remove = not suspend and keep == "auto" and not checkpointed
+        self._release(cause, remove=remove, always=not suspend and keep == "never")
 
     def _release(self, cause: BaseException | None, *, remove: bool, always: bool = False) -> None:
         def give_up() -> None:

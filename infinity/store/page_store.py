@@ -268,6 +268,8 @@ class PageStore:
         """Number of pages added by `add`, by (path, length)."""
         self._edited: set[int] = set()
         """Fixed pages that may be rewritten. `allow_edits` extends the set."""
+        self._not_removed = 0
+        """Maximum number of further checkpoints whose versions are kept. Changed by `make_room`."""
         self._lengths = lengths
         self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
         """Slots for gradients."""
@@ -352,6 +354,20 @@ class PageStore:
                 self._reserve_space(self._paths, self._edited | fixed)
                 self._edited |= fixed
 
+    def make_room(self, further: int) -> None:
+        """Allocate slots for further checkpoints that are kept because their files could not be removed.
+
+        Args:
+            further: number of these checkpoints.
+
+        Raises:
+            BudgetError: if a path has too little space for the additional slots.
+            StorageError: if a drive fails.
+        """
+        with self._gradients.growing:
+            self._not_removed = max(self._not_removed, further)
+            self._reserve_space(self._paths, self._edited)
+
     def _reserve_space(self, paths: Sequence[int], edited: Collection[int]) -> None:
         """Allocate missing slots. The caller must hold `growing`."""
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
@@ -360,9 +376,8 @@ class PageStore:
                 for page, version in versions.items():
                     on[page].add(version.extent.path)
         state = state_pages(self._pages)
-        needed = needed_slots(
-            state, [on[page.index] for page in state], self._spare, max(self.retained, len(self._checkpoints)), edited
-        )
+        checkpoints = max(self.retained, len(self._checkpoints)) + self._not_removed
+        needed = needed_slots(state, [on[page.index] for page in state], self._spare, checkpoints, edited)
         self._have(missing_slots(self._slots, needed, behind=self._gradients.area))
 
     def _have(self, slots: Sequence[SlotClass]) -> None:
@@ -566,6 +581,11 @@ class PageStore:
         """
         others = sorted(set(self._checkpoints) - {step}, key=lambda other: (other in prefer, other))
         return (*sorted(others[max(0, len(others) - self.retained + 1) :]), step)
+
+    def replaced_by(self, step: int, prefer: Collection[int] = ()) -> list[Mapping[int, Version]]:
+        """Return the versions of the checkpoints that `adopt` releases, by page. The arguments are those of `adopt`."""
+        retained = set(self.retained_with(step, prefer)) - {step}
+        return [versions for other, versions in self._checkpoints.items() if other not in retained]
 
     def adopt(self, step: int, versions: Mapping[int, Version], prefer: Collection[int] = ()) -> None:
         """Retain the versions of a published checkpoint, and release the checkpoints that are no longer retained.

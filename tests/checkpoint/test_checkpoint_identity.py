@@ -152,6 +152,40 @@ def test_withdrawn_checkpoint_is_removed_durably(tmp_path: Path, monkeypatch: py
         assert pinned == {store._current[page] for page in session.optimizer._checkpointer._checkpoint_writer._pages}
 
 
+@pytest.mark.parametrize("while_publishing", [False, True])
+def test_training_continues_if_checkpoint_files_cannot_be_removed(
+    while_publishing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages stay protected in additional space, instead of blocking the next steps, until a removal succeeds.
+
+    The files are those of the previous checkpoint or, if an error occurs while publishing, those of the failed one.
+    """
+    expected = reference(tmp_path / "reference")
+    with Session(tmp_path) as session:
+        losses = session.run(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "sync_folder", _io_error)
+            if while_publishing:
+                patch.setattr(manifests, "write_manifest", _io_error)
+            for until in (6, 8):
+                losses += session.run(until, every=0)
+                if while_publishing:
+                    with pytest.raises(StorageError):
+                        session.save_checkpoint()
+                else:
+                    session.save_checkpoint()
+        losses += session.run(9, every=0)
+        session.save_checkpoint()
+        folder, store = run_folder(tmp_path), session.optimizer.run.store
+        assert [name.step for name in published_in(folder.checkpoints)] == [9]
+        assert set(store._named) == set(
+            store.versions(session.optimizer._checkpointer._checkpoint_writer._pages).values()
+        )
+    assert losses == expected
+    with Session(tmp_path, run=LATEST) as session:
+        assert session.optimizer.steps == 9
+
+
 INTERRUPTIONS: dict[str, type[BaseException]] = {
     "exit": SystemExit, "interrupt": KeyboardInterrupt, "lost": LostRankError,
 }  # fmt: skip

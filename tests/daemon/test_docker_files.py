@@ -45,6 +45,22 @@ def test_every_metric_is_used():
     assert unused == []
 
 
+def test_the_dashboard_works_with_any_data_source_and_instance():
+    """Both are variables, as are run and rank. The list of runs shows their names."""
+    tree = dashboard()
+    variables = {variable["name"]: variable for variable in tree["templating"]["list"]}
+    assert list(variables) == ["datasource", "instance", "run", "rank"]
+    sources = re.findall(r'"uid": "(.*?)"', json.dumps({"panels": tree["panels"], "variables": variables}))
+    assert set(sources) == {"${datasource}"}
+    for text in expressions():
+        assert all('instance=~"$instance"' in chosen for chosen in re.findall(rf"\b{PREFIX}\w+({{.*?}})?", text)), text
+    shown = '{name="tiny in mine", run="20270115-075959-1a2b3c", shown="tiny in mine 20270115-075959-1a2b3c"} 1'
+    pattern = variables["run"]["regex"].strip("/").replace("(?<", "(?P<")
+    assert re.search(pattern, shown).groupdict() == {
+        "value": "20270115-075959-1a2b3c", "text": "tiny in mine 20270115-075959-1a2b3c",
+    }  # fmt: skip
+
+
 def test_panels_have_unique_ids_and_do_not_overlap():
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -91,6 +107,8 @@ def test_compose_mounts_existing_files_and_declared_volumes():
     yaml = pytest.importorskip("yaml")
     tree = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(tree["services"]) == {"trainer", "infinityd", "prometheus", "grafana"}
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    assert tree["services"]["infinityd"]["build"]["target"] in stages
     for name, service in tree["services"].items():
         for mount in service["volumes"]:
             source = mount.split(":")[0]

@@ -122,7 +122,7 @@ def query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def substituted(expression: str) -> str:
     """Return an expression with values for Grafana's variables, and with short ranges."""
-    for name, value in {"$__rate_interval": "30s", "$run": ".*", "$rank": ".*"}.items():
+    for name, value in {"$__rate_interval": "30s", "$instance": ".*", "$run": ".*", "$rank": ".*"}.items():
         expression = expression.replace(name, value)
     return re.sub(r"\[\d+[smhd]\]", "[30s]", expression)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import subprocess
@@ -106,7 +107,7 @@ def test_the_page_follows_a_training_run(tab, tmp_path):
             tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
             (stats_path,) = find_stats_files(tmp_path)
             counted = read_stats_file(stats_path)
-            tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',')!r}")
+            tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',') + ' of 1,000,000'!r}")
             assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
             assert tab.value("window.marker") == "not reloaded"
     finally:
@@ -159,6 +160,20 @@ def test_the_page_shows_runs_ranks_drives_and_reservations(tab, tmp_path):
         )
         assert talk(tmp_path, {"op": "release", "path": str(tmp_path), "run_id": "one"})[0]["released_bytes"] == 3 << 20
         tab.until("document.querySelector('#no-space').checkVisibility()")
+
+
+def test_the_page_shows_name_user_target_and_remaining_time(tab, tmp_path):
+    rank = CountedRank(tmp_path, name="tiny in mine", steps_before="1000")
+    rank.stats.gauge("training_target_steps").set(243)
+    for _ in range(3):
+        rank.step()
+    with daemon(tmp_path) as process:
+        open_page(tab, process.port)
+        tab.until(f"{figure('Remaining time')}")
+        assert tab.value("document.querySelector('#runs h3').innerText") == "tiny in mine"
+        assert f"run-1 · {getpass.getuser()} · 1 rank" in tab.text("#runs")
+        assert tab.value(figure("Steps")) == "1,003 of 1,243"
+        assert tab.value(figure("Remaining time")) == "2 min"
 
 
 def test_unknown_values_are_not_shown_as_zero(tab, tmp_path):

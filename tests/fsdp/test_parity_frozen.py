@@ -37,18 +37,18 @@ def test_frozen_parameters_keep_their_bits(policy: str, tmp_path: Path) -> None:
 def test_frozen_model_needs_no_optimizer(meta: bool, tmp_path: Path) -> None:
     """Its pages contain only weights, its output equals that of the model in memory, and it can be resumed."""
     config = settings(tmp_path, Paging(host_cache="all"), 64 * MIB)
-    model = models.build("toy", meta=meta).requires_grad_(False)
+    model = models.build("toy", meta=meta, policy="fp32").requires_grad_(False)
     tokens = batch(model, 0)
     with infinity.offload(model, None, config) as optimizer:
         found = models.loss_of(model, tokens)
         assert {page.role for page in optimizer.run.layout.pages} == {Role.PARAM}
         optimizer.save_checkpoint()
         weights = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
-    twin = models.build("toy", seed=99).requires_grad_(False)
+    twin = models.build("toy", seed=99, policy="fp32").requires_grad_(False)
     for name, param in twin.named_parameters():
         param.to_local().copy_(weights[name])
     assert torch.equal(models.loss_of(twin, tokens), found)
-    resumed = models.build("toy", seed=98).requires_grad_(False)
+    resumed = models.build("toy", seed=98, policy="fp32").requires_grad_(False)
     with infinity.offload(resumed, None, {**config, "run": {"resume": "latest"}}):
         assert torch.equal(models.loss_of(resumed, tokens), found)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import infinity
@@ -80,12 +80,13 @@ class TwoOptimizers(Llama):
         return [optimizer_of(self.net), optimizer_of(self.net)]
 
 
-def strategy(folder: Path, **named: Any) -> PagedStrategy:
+def strategy(folder: Path, run: dict[str, Any] | None = None, **named: Any) -> PagedStrategy:
     """Return a strategy with which most of the state is paged."""
     config = {
         "storage": {"paths": [str(folder / "nvme")]},
         "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
+        "run": run or {},
     }
     return PagedStrategy(config, **named)
 
@@ -273,3 +274,143 @@ def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"infinity\.json cannot be read: No such file"):
         trainer(tmp_path).fit(Llama(), loader(), ckpt_path=tmp_path / "other")
     assert not (tmp_path / "nvme").exists() or not os.listdir(tmp_path / "nvme")
+
+
+# At every moment of a trainer #
+
+
+def finder(kind: type[Callback], **named: Any) -> Callback:
+    """Return a callback that trains for a few steps at the start of a fit, and then loads a checkpoint."""
+    if kind is LearningRateFinder:
+        return LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False, **named)
+    return BatchSizeFinder(steps_per_trial=2, max_trials=2, **named)
+
+
+@pytest.mark.parametrize("keep", ["auto", "never"])
+def test_learning_rate_finder_restores_weights_and_optimizer(keep: str, tmp_path: Path) -> None:
+    """The training that follows equals training without the callback."""
+    paged = strategy(tmp_path, run={"keep": keep})
+    module = Llama()
+    trainer(tmp_path, paged=paged, callbacks=[finder(LearningRateFinder)]).fit(module, loader())
+    with paged.paged as optimizer:
+        losses, _, weights = in_memory()
+        assert len(module.losses) == 4 + len(losses)
+        assert module.losses[:4] != losses[:4]
+        assert module.losses[4:] == losses
+        assert optimizer.steps == len(losses)
+        assert all(torch.equal(full_weights(module.net)[name], value) for name, value in weights.items())
+
+
+def test_learning_rate_finder_does_not_restore_the_random_state(tmp_path: Path) -> None:
+    """As in memory, data that are shuffled later depend on the numbers that the steps of the test have drawn."""
+
+    class Drawing(Llama):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.drawn = torch.rand(())
+            return super().training_step(batch, index)
+
+    torch.manual_seed(5)
+    drawn = [torch.rand(()) for _ in range(12)]
+    module, run = Drawing(), trainer(tmp_path, callbacks=[finder(LearningRateFinder)])
+    data = loader()
+    module.configure_model = lambda: (Llama.configure_model(module), torch.manual_seed(5))
+    run.fit(module, data)
+    run.strategy.paged.close()
+    assert module.drawn.item() in [value.item() for value in drawn[-2:]]
+
+
+def test_second_fit_keeps_the_weights_and_starts_a_new_optimizer(tmp_path: Path) -> None:
+    """The module can also be evaluated between the fits."""
+    model = shard(make(), infinity.mesh("cpu"))
+    batches = data().split(2)
+    expected = by_hand.train(model, optimizer_of(model), batches, 1)
+    with torch.no_grad():
+        evaluations = [models.loss_of(model, batch).item() for batch in batches]
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    expected += by_hand.train(model, optimizer_of(model), batches, 1)
+    module, run = Llama(), trainer(tmp_path)
+    run.fit(module, loader())
+    first = run.strategy.paged
+    run.validate(module, loader(), verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader())
+    with run.strategy.paged as optimizer:
+        assert first.closed
+        assert module.losses == expected
+        assert module.evaluations == evaluations
+        assert optimizer.steps == len(expected)
+        assert all(torch.equal(full_weights(module.net)[name], value) for name, value in full_weights(model).items())
+
+
+def test_second_fit_of_a_module_resumes_from_a_folder(tmp_path: Path) -> None:
+    """The weights of the first fit are replaced by those of the checkpoint, also if the first run was closed."""
+    losses = in_memory()[0]
+    saves = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=HALF)
+    module, run = Llama(), trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
+    run.fit(module, loader())
+    assert module.losses == losses
+    for closed in (False, True):
+        if closed:
+            run.strategy.paged.close()
+        run.fit(module, loader(HALF), ckpt_path=tmp_path / "half.ckpt")
+        assert module.losses[-len(losses[HALF:]) :] == losses[HALF:]
+    run.strategy.paged.close()
+    with pytest.raises(UnsupportedError, match=r"its run was closed.*run\.resume"):
+        run.fit(module, loader())
+
+
+def test_second_fit_that_fails_leaves_the_first_run_open(tmp_path: Path) -> None:
+    paged = strategy(tmp_path, run={"retained_checkpoints": 0})
+    module, run = Llama(), trainer(tmp_path, paged=paged)
+    run.fit(module, loader())
+    weights = full_weights(module.net)
+    with pytest.raises(UnsupportedError, match=r"retained_checkpoints = 0"):
+        run.fit(module, loader())
+    with paged.paged as optimizer:
+        optimizer.save_pretrained(tmp_path / "rescued")
+    loaded = type(make()).from_pretrained(tmp_path / "rescued")
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in weights.items())
+
+
+def test_saving_before_a_fit_is_rejected(tmp_path: Path) -> None:
+    paged, run = strategy(tmp_path), trainer(tmp_path)
+    run.strategy.connect(Llama())
+    with pytest.raises(UnsupportedError, match=r"no state to save yet.*fit\(\)"):
+        run.save_checkpoint(tmp_path / "early")
+    with pytest.raises(UnsupportedError, match=r"no optimizer yet.*fit\(\)"):
+        _ = paged.paged
+
+
+class Counting(Llama):
+    """Module with a buffer and extra state of its own, outside of the sharded model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.extra = 0
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.seen += 1
+        self.extra += 1
+        return super().training_step(batch, index)
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+def test_resume_restores_buffers_and_extra_state_outside_the_sharded_model(tmp_path: Path) -> None:
+    first, run = Counting(), trainer(tmp_path, HALF)
+    run.fit(first, loader())
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    run.strategy.paged.close()
+    second, run = Counting(), trainer(tmp_path)
+    run.fit(second, loader(HALF), ckpt_path=tmp_path / "half.ckpt")
+    run.strategy.paged.close()
+    total = len(first.losses) + len(second.losses)
+    assert (second.seen.item(), second.extra) == (total, total)
+    assert len(second.losses) < total

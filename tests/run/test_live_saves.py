@@ -130,6 +130,25 @@ def test_save_pretrained_converts_names_and_copies_companions(tmp_path: Path) ->
     assert "tokenizer.json" not in contents(tmp_path / "bf16")
 
 
+def test_live_save_contains_buffers_that_share_memory(tmp_path: Path) -> None:
+    """Covers a buffer of two layers, a part of it and an expanded buffer. The files equal those of an export."""
+    model, mask = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(8, 8).tril()
+    model[0].register_buffer("mask", mask)
+    model[1].register_buffer("mask", mask)
+    model[1].register_buffer("row", mask[2])
+    model[1].register_buffer("column", mask[:, 2])
+    with families.offload(fully_shard(model, mesh=infinity.mesh()), tmp_path) as optimizer:
+        optimizer.save_pretrained(tmp_path / "live")
+        optimizer.save_dcp(tmp_path / "live-dcp")
+        optimizer.save_checkpoint()
+        export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "export", file_bytes=FILE)
+    assert contents(tmp_path / "live") == contents(tmp_path / "export")
+    found = load_file(tmp_path / "live" / "model.safetensors")
+    assert torch.equal(found["0.mask"], mask)
+    assert torch.equal(found["1.mask"], mask)
+    assert torch.equal(found["1.column"], mask[:, 2])
+
+
 def test_invalid_save_calls_are_rejected(tmp_path: Path) -> None:
     """Errors are raised before anything is written, and the run is unaffected."""
     recipe = Recipe(model="llama", steps=2, clip=0.5)

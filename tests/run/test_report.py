@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.integrations.transformers.trainer import _with_run_name
 from support import models
 from support.session import Session, draw
 
@@ -67,3 +71,13 @@ def test_run_has_a_name(tmp_path: Path) -> None:
         assert session.optimizer.run.stats.snapshot().value("training_target_steps") == 7
     with pytest.raises(ConfigError, match=r"run\.name = 'a\\nb'"):
         Session(tmp_path, run={"name": "a\nb"})
+
+
+def test_trainer_run_name_is_used() -> None:
+    """Transformers of some releases set `run_name` to the output folder by default."""
+    model, settings = models.Toy(), Config()
+    for given, expected in (("mine", "mine"), ("runs/out", "Toy in out"), (None, "Toy in out")):
+        arguments = SimpleNamespace(run_name=given, output_dir="runs/out")
+        assert _with_run_name(settings, arguments, model).run.name == expected
+    named = replace(settings, run=replace(settings.run, name="setting"))
+    assert _with_run_name(named, SimpleNamespace(run_name="mine", output_dir="runs/out"), model).run.name == "setting"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,38 @@ def test_every_import_is_declared() -> None:
         assert found <= known, name
         if name in daemon:
             assert not (found & OPTIONAL) - set(EXTRAS["daemon"]), name
+
+
+def test_the_daemon_runs_without_torch(tmp_path: Path) -> None:
+    """It needs only the packages in daemon/requirements.txt, which agree with pyproject.toml."""
+    lines = (ROOT / "daemon" / "requirements.txt").read_text().splitlines()
+    required = {line for line in lines if not line.startswith("#")}
+    assert required <= {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["daemon"]}
+    assert required >= set(PROJECT["optional-dependencies"]["daemon"])
+    others = {re.match(r"[\w-]+", one)[0] for one in {*PROJECT["dependencies"]} - required} | OPTIONAL
+    hidden = others - {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in required}
+    assert {"torch", "numpy", "rich"} <= hidden
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    code = HIDE.replace(str(sorted(OPTIONAL)), str(sorted(hidden))) + "import infinity_daemon.main as m; m.main()"
+    options = ["--runtime-dir", str(tmp_path), "--port", "0", "--device-path", str(drive)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    try:
+        assert process.stderr is not None
+        started = process.stderr.readline()
+        assert " started " in started, started + process.stderr.read()
+        port = re.search(r"port=(\d+)", started)[1]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            assert b"infinity_device_capacity_bytes{" in answer.read()
+    finally:
+        process.terminate()
+        assert process.wait(300) == 0
+        process.stderr.close()
 
 
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ class CountedRank:
         devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
         texts = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
         self.stats = Stats.create(
-            folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices,
+            folder,
+            run_id=run,
+            rank=rank,
+            local_rank=rank,
+            world_size=world_size,
+            devices=devices,
             info={**texts, **info},
         )
 

@@ -31,10 +31,10 @@ def rank(number: int, **values) -> Rank:
     return Rank(**{**defaults, **values})
 
 
-def run(name: str, **values) -> Run:
+def run(run_id: str, **values) -> Run:
     """Return a run like the first one, with `values` replaced."""
     defaults = {
-        "id": name, "name": "", "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
+        "id": run_id, "name": "", "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
         "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
         "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20,
         "checkpointed": NOW - 90,
@@ -44,6 +44,7 @@ def run(name: str, **values) -> Run:
     return Run(**{**defaults, **values})
 
 
+TRAINING = run("20270115-075959-1a2b3c", name="Qwen3-8B in alice")
 STARTING = run(
     "20270115-080001-3d4e5f", world_size=1, step=0.0, step_seconds=None, tokens_per_second=None, loss=None, parts={},
     stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, host_cache_used=None,
@@ -65,7 +66,7 @@ UNKNOWN = Drive(
     capacity_bytes=None, profile_bytes_per_second=None, worn=None, endurance_days=None, error="",
 )  # fmt: skip
 SNAPSHOT = Snapshot(
-    time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(run("20270115-075959-1a2b3c"), STARTING, DEAD),
+    time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(TRAINING, STARTING, DEAD),
     drives=(DRIVE, UNKNOWN), notes=("ignored a stats file that is unreadable or from a different version",),
 )  # fmt: skip
 STATE = State(

@@ -54,7 +54,10 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         log(run, data, step=step)
 
     monkeypatch.setattr(wandb.Run, "log", noted)
+    names, init = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: names.append(given["name"]) or init(**given))
     assert run_here(*TRAIN, "--log", "wandb", "--steps", "2", "--out", "o").status == 0
+    assert names == ["tiny in o"]
     assert list((tmp_path / "o/wandb").glob("offline-run-*/run-*.wandb"))
     assert sorted(logged) == [1, 2]
     assert {f"train/{name}" for name in FIGURES} <= set(logged[1])

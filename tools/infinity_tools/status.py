@@ -57,9 +57,17 @@ def _tables(found: Mapping[str, Any]) -> tuple[Table, ...]:
 
 def _ranks(found: Mapping[str, Any]) -> Table:
     rows = (
-        (one["run_id"], one["name"], one["user"], f"{one['rank']} of {one['world_size']}", one["status"], f"{one['steps']:.0f}", str(one["pid"]))
+        (
+            one["run_id"],
+            one["name"],
+            one["user"],
+            f"{one['rank']} of {one['world_size']}",
+            one["status"],
+            f"{one['steps']:.0f}",
+            str(one["pid"]),
+        )
         for one in found["ranks"]
-    )
+    )  # fmt: skip
     return table("ranks", ("run", "name", "user", "rank", "", ">steps", ">process"), rows)
 
 

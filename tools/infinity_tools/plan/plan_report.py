@@ -190,7 +190,7 @@ def _facts(found: Estimate) -> Table:
         storage = f"from {hidden:,} tokens/step", f"storage then adds at most {HIDDEN - 1:.0%} to a step"
     rows = [
         ("tokens per second", format_number(work.batch_tokens / found.seconds.step), ""),
-        ("I/O fully overlapped", *storage),
+        ("I/O mostly overlapped", *storage),
         ("NVMe space per node", format_size(space) + free, _checkpoints(found)),
         *([("NVMe space in steps 1-2", format_size(first), "step 1 may store gradients")] * (first > space)),
         ("NVMe writes per node", f"{format_number(daily / 1e12)} TB per day", life),

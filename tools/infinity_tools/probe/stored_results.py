@@ -15,7 +15,7 @@ def end_measuring(daemon: NodeDaemon, paths: Sequence[str]) -> None:
 
 
 def tell_daemon(daemon: NodeDaemon, together: Found, alone: Found) -> DaemonRecord:
-    """Report the best result for each load to the daemon, and return whether the daemon stored all of them."""
+    """Report to the daemon the best result for each I/O workload. Return whether it stored all of them."""
     asked = [best_rates(together), *(best_rates({path: found}) for path, found in alone.items())]
     answers = [daemon.ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
     if answers and all(answers):

@@ -18,7 +18,6 @@ Bars = Literal["all", "runs", "chosen", "none"]
 BARS: Final[tuple[Bars, ...]] = ("all", "runs", "chosen", "none")
 
 _MOST_ID: Final = 22
-_NAME_RANK: Final = 12
 _STYLES: Final = {"live": "green", "idle": "yellow", "dead": "bold red", "ended": "dim"}
 _LEAST_BAR: Final = 10
 
@@ -42,8 +41,11 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
         mine = run is state.chosen_run
         block = [_first_line(run, shown, mine=mine and state.interactive)]
         if bars in ("all", "runs") or (bars == "chosen" and mine):
-            block.append(_bar_line(_of_ranks(run), run.parts, shown[0].width, width, plain=state.ascii))
+            begin = f"  {run.id}" if run.name else _of_ranks(run)
+            block.append(_bar_line(begin, run.parts, shown[0].width, width, plain=state.ascii))
         if run.id in state.expanded:
+            if run.name:
+                block.append(Text(f"    {run.id}, {_of_ranks(run).strip()}"))
             block += _more(run, dropped, width)
             for rank in run.ranks:
                 block.append(_rank_line(rank, shown))
@@ -69,8 +71,7 @@ def window(table: Table, room: int) -> list[Text]:
 
 def _columns(state: State) -> tuple[Column[Run], ...]:
     now = state.snapshot.time
-    longest = max((len(run.id) for run in state.runs), default=0)
-    longest_name = max((len(run.name) for run in state.runs), default=0)
+    longest = max((len(text) for run in state.runs for text in (run.id, run.name)), default=0)
 
     def checkpoint(run: Run) -> str:
         if run.checkpointed is None:
@@ -78,15 +79,11 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
         took = "" if run.checkpoint_seconds is None else f" ({decimal(run.checkpoint_seconds)} s)"
         return ago(now - run.checkpointed) + took
 
-    name = Column[Run](
-        heading="name", rank=_NAME_RANK, width=min(_MOST_ID, max(4, longest_name)), left=True, cell=lambda run: run.name
-    )
-    named = (name,) if longest_name else ()
     return (
         Column(
-            heading="  run", rank=0, width=2 + min(_MOST_ID, max(8, longest)), left=True, cell=lambda run: f"  {run.id}"
+            heading="  run", rank=0, width=2 + min(_MOST_ID, max(8, longest)), left=True,
+            cell=lambda run: f"  {run.name or run.id}",
         ),
-        *named,
         Column(heading="", rank=3, width=5, left=True, cell=lambda run: run.status),
         Column(heading="step", rank=1, width=7, cell=lambda run: whole(run.step)),
         Column(heading="s/step", rank=2, width=6, cell=lambda run: decimal(run.step_seconds)),

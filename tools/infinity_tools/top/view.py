@@ -127,7 +127,8 @@ def _troubles(run: Run) -> list[str]:
         troubles.append(f"failed transfers: {run.errors:.0f}")
     if run.loss is not None and not math.isfinite(run.loss):
         troubles.append(f"loss is {run.loss}")
-    return [f"{run.id}: {', '.join(troubles)}"] if troubles else []
+    title = f"{run.name} ({run.id})" if run.name else run.id
+    return [f"{title}: {', '.join(troubles)}"] if troubles else []
 
 
 def _nothing(state: State, width: int) -> list[Text]:
