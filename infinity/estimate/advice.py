@@ -76,7 +76,7 @@ def _written(of: Estimate) -> float:
 
 
 def _least_seconds(before: Estimate, one: _Inputs) -> float:
-    """Return a lower bound of the step time for changed inputs that requires no plan."""
+    """Return a lower bound on the step time for changed inputs, which requires no plan."""
     work, machine, form = one.workload, one.machine, one.settings.state.format
     computation = work.flops(before.model) / machine.device.flops
     if form == "fp32":  # updates may run on the device

@@ -294,7 +294,7 @@ class Estimate:
         return {}
 
     def _least_seconds(self, batch_tokens: int) -> float:
-        """Return a lower bound of `step_seconds`, without a simulation."""
+        """Return a lower bound on `step_seconds` without running a simulation."""
         bandwidth, resources, activations, _ = self._loads(batch_tokens)
         return self.simulation.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
 

@@ -19,7 +19,7 @@ from infinity.telemetry.ledger import Ledger
 
 
 class ModelListener(Protocol):
-    """Listener for the forwards and gradients of a model's training steps."""
+    """Listener for the forward passes and gradients of a model's training steps."""
 
     def forward(self, grad_enabled: bool) -> None:
         """Called when an outermost forward begins, that is, one outside of any other FSDP module's forward.

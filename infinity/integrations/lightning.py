@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from infinity import torch_private
 from infinity.checkpoint.durable import write_durably
 from infinity.config import Config, load_config
-from infinity.errors import UnsupportedError
+from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
@@ -207,8 +207,12 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self.optimizers = [self._paged]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run, and report the reason to the other ranks."""
-        if self._paged is not None:
+        """Close the run, and report the reason to the other ranks.
+
+        Outside of `fit`, the run stays open if all ranks have rejected the arguments, because nothing was changed.
+        """
+        rejected = isinstance(exception, UnsupportedError | ConfigError | CheckpointError) and not self._fitting
+        if self._paged is not None and not rejected:
             self._paged.close(exception)
 
     def teardown(self) -> None:

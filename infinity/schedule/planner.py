@@ -532,7 +532,7 @@ class Simulation:
     def least_seconds(
         self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0
     ) -> float:
-        """Return a lower bound of `seconds`, without a simulation."""
+        """Return a lower bound on `seconds` without running a simulation."""
         return max((self._plan.traffic.total_bytes + activations) / bandwidth, resources.longest)
 
     def seconds(

@@ -216,7 +216,7 @@ def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Disable gradients, and restore the CPU random generators of PyTorch, Python and NumPy afterwards."""
+    """Disable gradients in the context, and restore the CPU random generators of PyTorch, Python and NumPy on exit."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         with torch.no_grad():

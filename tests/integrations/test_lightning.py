@@ -298,25 +298,23 @@ def test_learning_rate_finder_restores_weights_and_optimizer(keep: str, tmp_path
         assert module.losses[:4] != losses[:4]
         assert module.losses[4:] == losses
         assert optimizer.steps == len(losses)
-        assert all(torch.equal(full_weights(module.net)[name], value) for name, value in weights.items())
+        found = full_weights(module.net)
+        assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
 
 
 def test_learning_rate_finder_does_not_restore_the_random_state(tmp_path: Path) -> None:
-    """As in memory, data that are shuffled later depend on the numbers that the steps of the test have drawn."""
+    """As in memory, the training that follows does not draw the same numbers again."""
+    drawn = []
 
     class Drawing(Llama):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            self.drawn = torch.rand(())
+            drawn.append(torch.rand((), dtype=torch.float64).item())
             return super().training_step(batch, index)
 
-    torch.manual_seed(5)
-    drawn = [torch.rand(()) for _ in range(12)]
-    module, run = Drawing(), trainer(tmp_path, callbacks=[finder(LearningRateFinder)])
-    data = loader()
-    module.configure_model = lambda: (Llama.configure_model(module), torch.manual_seed(5))
-    run.fit(module, data)
+    run = trainer(tmp_path, callbacks=[finder(LearningRateFinder)])
+    run.fit(Drawing(), loader())
     run.strategy.paged.close()
-    assert module.drawn.item() in [value.item() for value in drawn[-2:]]
+    assert len(set(drawn)) == len(drawn) > 4
 
 
 def test_second_fit_keeps_the_weights_and_starts_a_new_optimizer(tmp_path: Path) -> None:

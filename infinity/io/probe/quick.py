@@ -1,4 +1,4 @@
-"""Quick measurement of folders, in about two seconds, for callers that need a single number instead of a table."""
+"""Quick measurement of the bandwidth of folders, in about two seconds, instead of a table of loads and depths."""
 
 from __future__ import annotations
 
