@@ -114,7 +114,9 @@ def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module)
     setters |= {key: module.set_extra_state for key, module in torch_private.modules_with_extra_state(outermost)}
     if different := sorted(setters.keys() ^ saved.keys()):
         where = "the checkpoint" if different[0] in saved else "the model"
-        raise CheckpointError(f"only {where} has {different[0]}. Create the model as it was when the checkpoint was saved.")
+        raise CheckpointError(
+            f"only {where} has {different[0]}. Create the model as it was when the checkpoint was saved."
+        )
     for key, value in saved.items():
         try:
             setters[key](value)

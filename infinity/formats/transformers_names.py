@@ -271,7 +271,9 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
         left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
         kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
     except Exception as error:  # the class raises any kind of error for the config of a different model
-        raise ValueError(f"{architecture} cannot be built from it: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{architecture} cannot be created from its configuration: {type(error).__name__}: {error}"
+        ) from error
     return Outgoing(model, tuple(kept), frozenset(state), left_out)
 
 

@@ -196,8 +196,8 @@ def plan_memory(
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
             f'state.format = "{settings.state.format}" has no effect on this model: "split" requires bf16 weights '
-            "with an fp32 master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model); the other "
-            'formats also encode fp32 optimizer states. Set "fp32".'
+            "with fp32 master weights (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model); the other "
+            'formats require that, or fp32 optimizer state. Set state.format to "fp32".'
         )
     host = settings.memory.host_bytes or default_host_cache(ranks.local_world_size)
     device = open_device(sharded.device).asynchronous

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -279,19 +279,15 @@ def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
 # At every moment of a trainer #
 
 
-def finder(kind: type[Callback], **named: Any) -> Callback:
-    """Return a callback that trains for a few steps at the start of a fit, and then loads a checkpoint."""
-    if kind is LearningRateFinder:
-        return LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False, **named)
-    return BatchSizeFinder(steps_per_trial=2, max_trials=2, **named)
-
-
 @pytest.mark.parametrize("keep", ["auto", "never"])
 def test_learning_rate_finder_restores_weights_and_optimizer(keep: str, tmp_path: Path) -> None:
     """The training that follows equals training without the callback."""
     paged = strategy(tmp_path, run={"keep": keep})
     module = Llama()
-    trainer(tmp_path, paged=paged, callbacks=[finder(LearningRateFinder)]).fit(module, loader())
+    find = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
+    run = trainer(tmp_path, paged=paged, callbacks=[find])
+    run.fit(module, loader())
+    run.validate(module, loader(), verbose=False)
     with paged.paged as optimizer:
         losses, _, weights = in_memory()
         assert len(module.losses) == 4 + len(losses)
@@ -302,19 +298,30 @@ def test_learning_rate_finder_restores_weights_and_optimizer(keep: str, tmp_path
         assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
 
 
-def test_learning_rate_finder_does_not_restore_the_random_state(tmp_path: Path) -> None:
-    """As in memory, the training that follows does not draw the same numbers again."""
-    drawn = []
+def test_batch_size_finder_restores_weights_and_optimizer(tmp_path: Path) -> None:
+    """Unlike for `LearningRateFinder`, the random state is not restored, as in memory."""
 
-    class Drawing(Llama):
+    class Sized(Llama):
+        batch_size = 2
+
+        def train_dataloader(self) -> DataLoader[torch.Tensor]:
+            return DataLoader(data(), batch_size=self.batch_size)
+
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             drawn.append(torch.rand((), dtype=torch.float64).item())
             return super().training_step(batch, index)
 
-    run = trainer(tmp_path, callbacks=[finder(LearningRateFinder)])
-    run.fit(Drawing(), loader())
-    run.strategy.paged.close()
-    assert len(set(drawn)) == len(drawn) > 4
+    drawn: list[float] = []
+    module, run = Sized(), trainer(tmp_path, callbacks=[BatchSizeFinder(steps_per_trial=2, max_trials=2)])
+    run.fit(module)
+    tried, batches = len(module.losses), data().split(module.batch_size)
+    with run.strategy.paged as optimizer:
+        model = shard(make(), infinity.mesh("cpu"))
+        expected = by_hand.train(model, optimizer_of(model), batches, 1)
+        assert tried > len(expected)
+        assert module.losses[-len(expected) :] == expected
+        assert optimizer.steps == len(expected)
+        assert len(set(drawn)) == len(drawn)
 
 
 def test_second_fit_keeps_the_weights_and_starts_a_new_optimizer(tmp_path: Path) -> None:

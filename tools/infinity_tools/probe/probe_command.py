@@ -32,18 +32,22 @@ _ALONE = ("point", "all", "no")
 
 
 def probe(
-    paths: Annotated[list[Path], typer.Argument(help="Folders whose drives are measured, one folder per drive.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="<path>", help="Folders whose drives are measured, one folder per drive.")
+    ],
     size: Annotated[
         str,
         typer.Option(help="Size of the test file in each folder."),
     ] = "2GiB",
     block: Annotated[
         list[str] | None,
-        typer.Option(help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
+        typer.Option(metavar="<str>", help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
     ] = None,
     depth: Annotated[
         list[str] | None,
-        typer.Option(help=f"Numbers of requests in flight, separated by commas. [default: {_DEPTH_NAMES}]"),
+        typer.Option(
+            metavar="<str>", help=f"Numbers of requests in flight, separated by commas. [default: {_DEPTH_NAMES}]"
+        ),
     ] = None,
     seconds: Annotated[
         float,

@@ -1,0 +1,95 @@
+"""Tests of the files in `deploy/` that need no cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import load_config
+from infinity_daemon import daemon_config
+
+yaml = pytest.importorskip("yaml")
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def objects(name: str) -> dict[str, Any]:
+    """Return the objects in a file by kind."""
+    return {tree["kind"]: tree for tree in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())}
+
+
+def pod_of(tree: dict[str, Any]) -> dict[str, Any]:
+    return tree["spec"]["template"]["spec"]
+
+
+def mounts(pod: dict[str, Any]) -> dict[str, str]:
+    """Return the host path of each mount of the main container."""
+    host = {volume["name"]: volume.get("hostPath", {}).get("path", "") for volume in pod["volumes"]}
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(host)
+    return {mount["mountPath"]: host[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+
+
+def test_job_and_daemon_share_drives_runtime_folder_and_user(tmp_path: Path) -> None:
+    daemon, job = objects("infinityd.yaml"), objects("trainer.yaml")
+    of_daemon, of_job = mounts(pod_of(daemon["DaemonSet"])), mounts(pod_of(job["Job"]))
+    shared = {path: place for path, place in of_daemon.items() if place}
+    assert shared == {"/run/infinity": "/run/infinity-1000", "/nvme0": "/mnt/nvme0", "/nvme1": "/mnt/nvme1"}
+    assert shared.items() <= of_job.items()
+    users = {
+        pod_of(tree)["containers"][0]["securityContext"]["runAsUser"] for tree in (daemon["DaemonSet"], job["Job"])
+    }
+    assert users == {1000}
+    settings = tmp_path / "infinity.toml"
+    settings.write_text(job["ConfigMap"]["data"]["infinity.toml"])
+    trainer = load_config(settings)
+    settings.write_text(daemon["ConfigMap"]["data"]["infinityd.toml"])
+    node = daemon_config._SETTINGS.load(settings)
+    assert [str(Path(path).parent) for path in trainer.storage.paths] == list(node.drives.paths) == ["/nvme0", "/nvme1"]
+    assert trainer.telemetry.runtime_dir == node.stats_files.runtime_dir == "/run/infinity"
+    assert trainer.run.resume == "auto"
+
+
+def test_pod_monitor_selects_the_pods_of_the_daemon() -> None:
+    template = objects("infinityd.yaml")["DaemonSet"]["spec"]["template"]
+    monitor = objects("podmonitor.yaml")["PodMonitor"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert [port["name"] for port in template["spec"]["containers"][0]["ports"]] == [endpoint["port"]]
+    assert {"targetLabel": "job", "replacement": "infinity"} in endpoint["relabelings"]
+
+
+def test_seccomp_profile_allows_io_uring_and_resolves_conditions() -> None:
+    """The OCI format ignores conditions, so rules for capabilities and other processors must not remain."""
+    allow = "SCMP_ACT_ALLOW"
+    masked = [{"index": 0, "value": 2114060288, "op": "SCMP_CMP_MASKED_EQ"}]
+    architectures = {"SCMP_ARCH_X86_64": ["SCMP_ARCH_X86"], "SCMP_ARCH_AARCH64": ["SCMP_ARCH_ARM"]}
+    default = {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "archMap": [{"architecture": name, "subArchitectures": sub} for name, sub in architectures.items()],
+        "syscalls": [
+            {"names": ["read"], "action": allow, "comment": "", "includes": {}, "excludes": {}},
+            {"names": ["ptrace"], "action": allow, "includes": {"minKernel": "4.8"}},
+            {"names": ["mount"], "action": allow, "includes": {"caps": ["CAP_SYS_ADMIN"]}},
+            {"names": ["clone"], "action": allow, "args": masked,
+             "excludes": {"caps": ["CAP_SYS_ADMIN"], "arches": ["s390x"]}},
+            {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38, "excludes": {"caps": ["CAP_SYS_ADMIN"]}},
+            {"names": ["here"], "action": allow, "includes": {"arches": ["amd64", "arm64"]}},
+            {"names": ["elsewhere"], "action": allow, "includes": {"arches": ["s390x"]}},
+        ],
+    }  # fmt: skip
+    command = [sys.executable, str(DEPLOY / "seccomp.py")]
+    profile = json.loads(subprocess.run(command, input=json.dumps(default), capture_output=True, text=True).stdout)
+    assert [rule["names"] for rule in profile["syscalls"]] == [
+        ["read"], ["ptrace"], ["clone"], ["clone3"], ["here"],
+        ["io_uring_setup", "io_uring_enter", "io_uring_register"],
+    ]  # fmt: skip
+    assert all(set(rule) <= {"names", "action", "errnoRet", "args"} for rule in profile["syscalls"])
+    assert profile["syscalls"][2]["args"] == masked
+    assert profile["syscalls"][3]["errnoRet"] == 38
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    assert profile["architectures"][1:] == architectures[profile["architectures"][0]]
