@@ -88,7 +88,10 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
     if tokens < 1:
         raise ConfigError(f"sliced_loss requires at least 1 token per slice, got {tokens}")
     if not torch_private.is_sharded_module(model):
-        raise UnsupportedError("sliced_loss requires a sharded model; call fully_shard on it first")
+        raise UnsupportedError(
+            "sliced_loss requires a sharded model; create it with infinity.from_pretrained or "
+            "infinity.from_config, or call fully_shard on its layers and on the model first"
+        )
     found = causal_lm_in(model)
     if found is None:
         raise UnsupportedError(
@@ -138,7 +141,8 @@ def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) ->
     layers = _fsdp_modules(model)
     if not torch_private.is_sharded_module(model) or not layers:
         raise UnsupportedError(
-            "micro_batches requires a sharded model; call fully_shard on its layers and on the model first"
+            "micro_batches requires a sharded model; create it with infinity.from_pretrained or infinity.from_config, "
+            "or call fully_shard on its layers and on the model first"
         )
     for name, module in model.named_modules():
         if torch_private.recomputes(module):

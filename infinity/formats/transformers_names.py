@@ -157,6 +157,21 @@ def _save_code(own: Any, folder: str, config: Any) -> None:
     custom_object_save(own, folder, config=config)
 
 
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Return the names of the parameters and buffers that `from_pretrained` keeps in fp32 if `dtype` is requested."""
+    inner = base_model(model)
+    plan = getattr(inner, "_get_dtype_plan", lambda _: {})(dtype)
+    if not plan:
+        return set()
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern = build_glob_alternation(list(plan))[0]
+    within = next(name for name, module in model.named_modules() if module is inner)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = (name for name, tensor in named if tensor.is_floating_point() and name.startswith(within))
+    return {name for name in own if pattern.search(name.removeprefix(within).removeprefix("."))}
+
+
 def converts() -> bool:
     """Return whether the installed transformers version has conversion rules."""
     return _loading() is not None

@@ -90,7 +90,10 @@ class ShardedModel:
         _reject_quantized_modules(model)
         found = list(torch_private.parameter_groups(model))
         if not found:
-            raise UnsupportedError("the model is not sharded; call fully_shard on its layers and on the model first")
+            raise UnsupportedError(
+                "the model is not sharded; create it with infinity.from_pretrained or infinity.from_config, or call "
+                "fully_shard on its layers and on the model first"
+            )
         names_of: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(param), []).append(name)
@@ -131,6 +134,7 @@ class ShardedModel:
         for fsdp_module in members:
             for member in fsdp_module:
                 _reject_composite(member)
+            _reject_mixed_dtypes(fsdp_module)
         devices = {member.param.sharded_param.device.type for fsdp_module in members for member in fsdp_module}
         return cls(
             model=model,
@@ -262,6 +266,25 @@ def _reject_composite(member: Member) -> None:
         raise UnsupportedError(
             f"{member.names[0]} is of type {type(local).__name__}, which consists of several tensors, but pages hold "
             f"plain elements; {_UNQUANTISED}"
+        )
+
+
+def _reject_mixed_dtypes(members: tuple[Member, ...]) -> None:
+    """Reject trainable parameters of different dtypes in one FSDP module. FSDP2 would only fail in the first forward.
+
+    Raises:
+        UnsupportedError: If the dtypes differ. The message includes a parameter of each dtype.
+    """
+    of_dtype = {
+        member.param.sharded_param.dtype: member.names[0]
+        for member in members
+        if member.param.sharded_param.requires_grad
+    }
+    if len(of_dtype) > 1:
+        shown = ", ".join(f"{name} ({dtype_name(dtype)})" for dtype, name in of_dtype.items())
+        raise UnsupportedError(
+            f"FSDP2 does not support trainable parameters of different dtypes in one FSDP module: {shown}; convert "
+            "them to one dtype, or call fully_shard on the modules of one dtype first"
         )
 
 

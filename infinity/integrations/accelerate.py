@@ -157,8 +157,9 @@ def _shard(
     plugin = given if given is not None else getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         raise ConfigError(
-            "the model is not sharded, and this accelerator has no FSDP2 plugin; call fully_shard on its layers and on "
-            "the model, or pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
+            "the model is not sharded, and this accelerator has no FSDP2 plugin; create it with "
+            "infinity.from_pretrained or from_config, call fully_shard on its layers and on the model, or pass "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
         )
     if plugin.fsdp_version != 2:
         raise UnsupportedError("the FSDP plugin has fsdp_version=1; set fsdp_version=2")

@@ -270,8 +270,8 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return Lightning's data. `fit` resumes from the checkpoint, also if it has started already.
 
-        Lightning's `LearningRateFinder` and `BatchSizeFinder` load a checkpoint during a fit. The weights and a new
-        optimizer are then restored in place.
+        Lightning's `LearningRateFinder` loads a checkpoint during a fit. In that case, the weights are restored in
+        place, and the optimizer and its scheduler are configured again.
 
         Raises:
             ConfigError: if `save_checkpoint` did not write the folder.
@@ -282,8 +282,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             folder, _ = Record.of_checkpoint(folder, self._settings, ranks)
             if self._fitting:
-                with isolate_rng():  # Lightning does not restore the random state
-                    self._start(self.lightning_module.trainer, folder, has_values=True)
+                self._start(self.lightning_module.trainer, folder, has_values=True)
             else:
                 self._loaded = folder
         elif self._checkpoints is not None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
+from infinity.formats import transformers_names as names
 
 _log = logging.getLogger("infinity")
 
@@ -72,6 +75,8 @@ def shard(
         )  # fmt: skip
     elif not candidates:
         _log.warning("%s has no list of layers, so the model is a single FSDP module and is gathered as a whole", name)
+    for module in _keep_in_fp32(model, mp_policy):
+        fully_shard(module, mesh=mesh, mp_policy=_in_fp32(mp_policy), reshard_after_forward=reshard_after_forward)
     for layer, shares in candidates:
         if not shares:
             fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
@@ -88,6 +93,57 @@ def register_generate(model: nn.Module) -> None:
         register_fsdp_forward_method(model, "generate")
         # The gather is then part of an evaluation, as all other gathers of `generate` are.
         model.generate = torch.no_grad()(model.generate)
+
+
+def _in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    # As in transformers, the model's code converts the input of modules that are kept in fp32.
+    return replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _keep_in_fp32(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Convert the tensors that transformers keeps in fp32, such as routers, and return their modules.
+
+    FSDP2 computes with one dtype per FSDP module, so these modules become FSDP modules of their own. A parameter whose
+    module also has other parameters, or that is shared with another module, is not converted. If the model is trained
+    in fp32, FSDP2 casts all weights for computation, and layers are not divided, because `micro_batches` does not
+    support nested FSDP modules.
+    """
+    trained = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    dtype = policy.param_dtype or next(iter(trained - {torch.float32}), torch.float32)
+    kept = names.kept_in_fp32(model, dtype)
+    if not kept:
+        return []
+    owners = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
+    found: list[nn.Module] = []
+    covered: set[str] = set()
+    for prefix, module in model.named_modules():
+        inside = {f"{prefix}.{name}": param for name, param in module.named_parameters()}
+        alone = all(owners[id(param)] == 1 for param in inside.values())
+        called = type(module).forward is not nn.Module.forward
+        if trained == {torch.float32}:
+            break
+        if inside and called and alone and inside.keys() <= kept and not inside.keys() & covered:
+            found.append(module)
+            covered |= inside.keys()
+            for param in inside.values():
+                param.data = param.data.float()
+    for name in kept - dict(model.named_parameters(remove_duplicate=False)).keys():
+        owner, _, key = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        if (buffer := buffers[key]) is not None:
+            buffers[key] = buffer.float()
+            covered.add(name)
+    mixed = sorted(kept - covered)
+    for name in mixed if trained != {torch.float32} else ():  # FSDP2 requires one dtype per FSDP module
+        model.get_parameter(name).data = model.get_parameter(name).data.to(dtype)
+    if mixed:
+        _log.warning(
+            "%s computes %s%s in %s, although transformers uses fp32, because FSDP2 computes with one dtype per FSDP "
+            "module; for fp32, pass dtype=torch.float32 and mp_policy=MixedPrecisionPolicy()",
+            torch_private.original_class(model).__name__, mixed[0],
+            f" and {len(mixed) - 1} more" if mixed[1:] else "", dtype,
+        )  # fmt: skip
+    return found
 
 
 def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -160,6 +160,7 @@ def test_training_continues_if_checkpoint_files_cannot_be_removed(
 
     The files are those of the previous checkpoint or, if an error occurs while publishing, those of the failed one.
     """
+    (tmp_path / "reference").mkdir()
     expected = reference(tmp_path / "reference")
     with Session(tmp_path) as session:
         losses = session.run(3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -296,32 +296,6 @@ def test_learning_rate_finder_restores_weights_and_optimizer(keep: str, tmp_path
         assert optimizer.steps == len(losses)
         found = full_weights(module.net)
         assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
-
-
-def test_batch_size_finder_restores_weights_and_optimizer(tmp_path: Path) -> None:
-    """Unlike for `LearningRateFinder`, the random state is not restored, as in memory."""
-
-    class Sized(Llama):
-        batch_size = 2
-
-        def train_dataloader(self) -> DataLoader[torch.Tensor]:
-            return DataLoader(data(), batch_size=self.batch_size)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            drawn.append(torch.rand((), dtype=torch.float64).item())
-            return super().training_step(batch, index)
-
-    drawn: list[float] = []
-    module, run = Sized(), trainer(tmp_path, callbacks=[BatchSizeFinder(steps_per_trial=2, max_trials=2)])
-    run.fit(module)
-    tried, batches = len(module.losses), data().split(module.batch_size)
-    with run.strategy.paged as optimizer:
-        model = shard(make(), infinity.mesh("cpu"))
-        expected = by_hand.train(model, optimizer_of(model), batches, 1)
-        assert tried > len(expected)
-        assert module.losses[-len(expected) :] == expected
-        assert optimizer.steps == len(expected)
-        assert len(set(drawn)) == len(drawn)
 
 
 def test_second_fit_keeps_the_weights_and_starts_a_new_optimizer(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import infinity
 from infinity.accumulation.micro_batches import LayerMajor
+from infinity.errors import UnsupportedError
 from infinity.integrations.transformers import attach
 from support.tables import WIDE, all_but
 from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings
@@ -86,6 +89,64 @@ def test_sft_trainer_layer_major_equals_memory(tmp_path: Path) -> None:
     trainer = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", gradient_accumulation_steps=3)
     trainer.train()
     outcome_of(trainer).equals(outcome_of(ordinary))
+    trainer.end()
+
+
+def dpo(out: Path, model: Any, reference: Any, *, nvme: Path | None = None, **given: Any) -> Any:
+    """Return a `DPOTrainer`."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = Dataset.from_dict(
+        {name: [f"w{first + row} w{first + 1}" for row in range(16)] for name, first in PREFERENCES.items()}
+    )
+    arguments = DPOConfig(
+        str(out), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, **given,
+    )  # fmt: skip
+    trainer = DPOTrainer(model, ref_model=reference, args=arguments, train_dataset=rows, processing_class=tokenizer())
+    if nvme is not None:
+        attach(trainer, settings(nvme))
+    return trainer
+
+
+PREFERENCES = {"prompt": 10, "chosen": 40, "rejected": 70}
+
+
+@pytest.mark.parametrize(
+    "given", [{"sync_ref_model": True, "ref_model_sync_steps": 1}, {"precompute_ref_log_probs": True}]
+)
+def test_dpo_trainer_with_a_reference_model_equals_memory(given: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, weights and the synchronized reference model equal those of the unmodified `DPOTrainer`."""
+    references = build("plain"), build("plain")
+    ordinary = dpo(tmp_path / "memory", build("plain"), references[0], **given)
+    ordinary.train()
+    trainer = dpo(tmp_path / "out", build(), references[1], nvme=tmp_path / "nvme", **given)
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    for mine, theirs, initial in zip(
+        references[1].parameters(), references[0].parameters(), build("plain").parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, initial) != ("sync_ref_model" in given)
+    trainer.end()
+
+
+def test_dpo_trainer_with_adapters_requires_a_reference_model(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    build("plain").save_pretrained(tmp_path / "weights")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def model() -> Any:
+        return infinity.from_pretrained(tmp_path / "weights", adapters=lora, mp_policy=MixedPrecisionPolicy())
+
+    with pytest.raises(UnsupportedError, match=r"adapter 'ref' cannot be added.*ref_model="):
+        dpo(tmp_path / "out", model(), None)
+    trainer = dpo(tmp_path / "out", model(), build("plain"), nvme=tmp_path / "nvme")
+    trainer.train()
+    losses = outcome_of(trainer).losses
+    assert len(set(losses)) == len(losses) == 3
     trainer.end()
 
 

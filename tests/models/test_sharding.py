@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity import torch_private
@@ -15,6 +17,7 @@ from infinity.errors import UnsupportedError
 from infinity.models.sharding import layers_of, shard
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
+transformers = pytest.importorskip("transformers")
 FEATURES = {
     name: tuple(f"{name.lower()}.feature_extractor.conv_layers.{number}" for number in range(2))
     for name in ("Wav2Vec2", "Hubert")
@@ -132,6 +135,49 @@ def test_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixtur
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     assert "Module has no list of layers" in caplog.text
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root"]
+
+
+def test_routers_are_computed_in_fp32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers, parameters in `_keep_in_fp32_modules_strict` are stored, gathered and saved in fp32.
+
+    A model that is trained in fp32 computes them in bf16, which is reported.
+    """
+    config = transformers.DeepseekV3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    infinity.from_pretrained(tmp_path / "model")
+    assert "computes model.layers.1.mlp.gate.weight in torch.bfloat16" in caplog.text
+    caplog.clear()
+    model = infinity.from_pretrained(tmp_path / "model", dtype="auto")
+    assert not caplog.records
+    seen = []
+    gate = model.model.layers[1].mlp.gate
+    gate.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
+    settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
+    with infinity.offload(model, torch.optim.AdamW(model.parameters(), fused=True), settings) as optimizer:
+        tokens = torch.arange(10)[None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert seen == [(torch.float32, torch.bfloat16)]
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.save_pretrained(tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name, value in saved.items() if value.dtype == torch.float32} >= {
+        name for name, value in expected.state_dict().items() if value.dtype == torch.float32
+    }
+
+
+def test_mixed_dtypes_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    fully_shard(model, mesh=infinity.mesh())
+    with pytest.raises(UnsupportedError, match=r"different dtypes .*0\.bias.*1\.bias.*fully_shard"):
+        infinity.offload(model, torch.optim.AdamW(model.parameters()), {"storage": {"paths": [str(tmp_path / "run")]}})
+    assert not (tmp_path / "run").exists()
 
 
 def test_shard_rejects_unsupported_models_before_sharding() -> None:

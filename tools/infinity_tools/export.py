@@ -23,9 +23,7 @@ _CONFIG_LIMIT = 16 * MIB
 
 
 def export(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="<path>", help="The folders in storage.paths, in the same order.")
-    ],
+    paths: Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")],
     out: Annotated[Path, typer.Option(help="New folder to write to.")],
     to: Annotated[
         str, typer.Option(help="Format: safetensors (weights) or dcp (weights and optimizer state).")

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
-_PATHS = Annotated[
-    list[Path], typer.Argument(metavar="<path>", help="The folders in storage.paths, in the same order.")
-]
+_PATHS = Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt for confirmation.")]
 _SHOWN = 20  # bad pages of a run that are printed
 

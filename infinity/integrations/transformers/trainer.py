@@ -28,6 +28,7 @@ from infinity.integrations.resume_points import with_resume_point
 from infinity.integrations.run_folders import make_durable
 from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
 from infinity.integrations.transformers.exports import move_export
+from infinity.integrations.transformers.reference_models import sync_from_shards
 from infinity.integrations.transformers.trainer_checkpoints import Checkpoint
 from infinity.models.sharding import register_generate
 from infinity.optional_dependencies import needs
@@ -105,6 +106,7 @@ def attach(
     unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
     register_generate(own.model)
+    sync_from_shards(trainer)
     settings = _with_run_name(_with_limit(settings, own.args), own.args, own.model)
     accumulation = accumulation_of(trainer, layer_major)
     kind = type(trainer)

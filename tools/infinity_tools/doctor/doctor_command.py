@@ -26,9 +26,7 @@ _EXIT = {Status.OK: 0, Status.NOTE: 0, Status.WARNING: 1, Status.PROBLEM: 2}
 def doctor(
     folders: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="<str>", help="Folders in which runs store their state (storage.paths). [default: current folder]"
-        ),
+        typer.Argument(help="Folders in which runs store their state (storage.paths). [default: current folder]"),
     ] = None,
     runtime: Annotated[
         str,

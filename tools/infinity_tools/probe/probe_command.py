@@ -32,9 +32,7 @@ _ALONE = ("point", "all", "no")
 
 
 def probe(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="<path>", help="Folders whose drives are measured, one folder per drive.")
-    ],
+    paths: Annotated[list[Path], typer.Argument(help="Folders whose drives are measured, one folder per drive.")],
     size: Annotated[
         str,
         typer.Option(help="Size of the test file in each folder."),
