@@ -190,16 +190,12 @@ class CheckpointWriter:
         # overwritten pages.
         kept = {**self._checkpoints, step: checkpoint}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
-
-        def remove_others() -> bool:
-            try:
-                remove_checkpoints(self._folder, self._ranks, keep=kept.values())
-            except OSError as error:
-                self._keep_replaced(error, self._store.replaced_by(step, prefer))
-                return False
-            return True
-
-        removed = self._ranks.together("removing earlier checkpoints", remove_others)
+        removed = True
+        try:
+            remove_checkpoints(self._folder, self._ranks, keep=kept.values())
+        except OSError as error:  # raising it would leave the other ranks waiting, although the checkpoint is published
+            self._keep_replaced(error, self._store.replaced_by(step, prefer))
+            removed = False
         self._checkpoints = kept
         self._store.adopt(step, versions, prefer)
         self._not_flushed.remove(versions)

@@ -130,7 +130,7 @@ def saved_configs(model: nn.Module, *, default_generation: bool) -> dict[str, by
         OSError: if a Python file cannot be read.
         TypeError, ValueError, AttributeError: if a configuration cannot be written as JSON.
     """
-    inner = base_model(model)
+    inner: Any = base_model(model)
     config = deepcopy(inner.config)
     config.architectures = [class_name(model)]
     config.dtype = str(inner.dtype).removeprefix("torch.")
@@ -160,7 +160,7 @@ def _save_code(own: Any, folder: str, config: Any) -> None:
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     """Return the names of the parameters and buffers that `from_pretrained` keeps in fp32 if `dtype` is requested."""
     inner = base_model(model)
-    plan = getattr(inner, "_get_dtype_plan", lambda _: {})(dtype)
+    plan: dict[str, torch.dtype] = getattr(inner, "_get_dtype_plan", lambda _: {})(dtype)
     if not plan:
         return set()
     from transformers.core_model_loading import build_glob_alternation

@@ -235,6 +235,11 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
             f"{shown}; pass the adapter configuration to infinity.from_pretrained or from_config (adapters=), or call "
             "get_peft_model before fully_shard (docs/how-to/lora.md)"
         )
+    if torch_private.is_sharded_module(model):
+        return UnsupportedError(
+            f"these parameters were passed to fully_shard as ignored_params or added after it: {shown}; add them before, "
+            "omit ignored_params, and give a parameter of shape () the shape (1,)"
+        )
     return UnsupportedError(f"these parameters do not belong to any FSDP module: {shown}; call fully_shard(model) too")
 
 

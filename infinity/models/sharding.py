@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,8 @@ def register_generate(model: nn.Module) -> None:
     if "generate" not in vars(model) and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
         # The gather is then part of an evaluation, as all other gathers of `generate` are.
-        model.generate = torch.no_grad()(model.generate)
+        generate: Any = model.generate
+        model.generate = torch.no_grad()(generate)
 
 
 def _in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

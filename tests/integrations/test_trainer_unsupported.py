@@ -84,7 +84,7 @@ def test_attach_requires_a_trainer_with_a_sharded_model(tmp_path: Path) -> None:
     """A Trainer to which `attach` was already applied is rejected too."""
     with pytest.raises(ConfigError, match=r"attach .*Trainer.*SimpleNamespace"):
         attach(SimpleNamespace(), settings(tmp_path / "nvme"))
-    with pytest.raises(UnsupportedError, match="fully_shard"):
+    with pytest.raises(UnsupportedError, match=r"not sharded; create it with infinity\.from_pretrained .*fully_shard"):
         attach(make(tmp_path / "out", build("plain")), settings(tmp_path / "nvme"))
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
     with pytest.raises(ConfigError, match=r"attach .*already.* Trainer"):
