@@ -237,8 +237,8 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
         )
     if torch_private.is_sharded_module(model):
         return UnsupportedError(
-            f"these parameters were passed to fully_shard as ignored_params or added after it: {shown}; add them before, "
-            "omit ignored_params, and give a parameter of shape () the shape (1,)"
+            f"these parameters were passed to fully_shard as ignored_params or added after it: {shown}; add them "
+            "before, omit ignored_params, and give a parameter of shape () the shape (1,)"
         )
     return UnsupportedError(f"these parameters do not belong to any FSDP module: {shown}; call fully_shard(model) too")
 

@@ -11,7 +11,7 @@ import infinity
 from infinity.content.format import Role
 from infinity.errors import UnsupportedError
 from support import models
-from support.train import MIB, Paging, Recipe, batch, in_memory, offloaded, settings, state_on_nvme
+from support.train import MIB, Paging, Recipe, batch, full_copy, in_memory, offloaded, settings, state_on_nvme
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,10 @@ def test_frozen_model_needs_no_optimizer(meta: bool, tmp_path: Path) -> None:
     model = models.build("toy", meta=meta, policy="fp32").requires_grad_(False)
     tokens = batch(model, 0)
     with infinity.offload(model, None, config) as optimizer:
+        weights = {name: full_copy(param) for name, param in model.named_parameters()}
         found = models.loss_of(model, tokens)
         assert {page.role for page in optimizer.run.layout.pages} == {Role.PARAM}
         optimizer.save_checkpoint()
-        weights = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     twin = models.build("toy", seed=99, policy="fp32").requires_grad_(False)
     for name, param in twin.named_parameters():
         param.to_local().copy_(weights[name])

@@ -85,7 +85,9 @@ def test_saves_contain_the_current_configuration(tmp_path: Path) -> None:
     model.config.note = "changed"
     trainer.save_model(tmp_path / "live")
     trainer.optimizer.optimizer.save_checkpoint()
-    export_safetensors(CheckpointReader(trainer.optimizer.optimizer.run.folder), tmp_path / "export", file_bytes=1 << 30)
+    export_safetensors(
+        CheckpointReader(trainer.optimizer.optimizer.run.folder), tmp_path / "export", file_bytes=1 << 30
+    )
     for folder in (out / "checkpoint-6", tmp_path / "live", tmp_path / "export"):
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 7
     for folder in (tmp_path / "live", tmp_path / "export"):

@@ -132,7 +132,7 @@ def _arm(where: str, session: Session) -> None:
     elif where == "before step":
         session.optimizer.step = _die
     elif where == "checkpoint: pages flushed":
-        _before(checkpoints.state, "save_tensors", _die)
+        _before(checkpoints.model_state, "save_tensors", _die)
     elif where == "checkpoint: state written":
         _before(manifests, "write_manifest", _die)
     else:
