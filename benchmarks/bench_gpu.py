@@ -417,7 +417,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from infinity_tools.plan.plan_drives import drives_at, typed_drives
 
     bandwidth = options.nvme_bandwidth
-    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0, runtime_dir(TelemetryConfig()))[0]
+    runtime = runtime_dir(TelemetryConfig())
+    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0, runtime)[0]
     variants = Variants(options, folder)
     with Progress(transient=True, disable=options.json) as progress:
         task = progress.add_task("building models", total=(2 + options.rounds) * len(options.variants))

@@ -3,8 +3,8 @@
 The benchmark trains a small model and starts from deliberately bad settings. The sweep trains once with every
 combination of a grid, exactly as a trial of `infinity tune` does. `infinity tune` then starts as a user would start it,
 from the bad settings and with a tenth of the time of the sweep. It does not know the grid and also tries other values.
-Finally, the best settings of the sweep, the settings of tune, the bad settings and the defaults are measured in alternation
-for several rounds.
+Finally, the best settings of the sweep, the settings of tune, the bad settings and the defaults are measured in
+alternation for several rounds.
 
 - `of_best`: seconds per step with the best settings of the sweep, relative to the settings of tune, by round. Above 1,
   the settings of tune are faster. The goal is 0.95 or more.

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.durable import write_durably
+from infinity.content.views import dtype_name
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER_CONFIG, Adapter, adapters_of, peft_model
@@ -136,7 +137,9 @@ def keep_configs(checkpoints: Path, model: nn.Module) -> None:
     if inner is None or peft_model(model) is not None:
         return
     try:
-        files = names.saved_configs(model, default_generation=not (folder / GENERATION).exists())
+        # The first configuration is written before training, when no FSDP module is gathered in its compute dtype.
+        dtype = read_json(folder / CONFIG)["dtype"] if (folder / CONFIG).is_file() else dtype_name(inner.dtype)
+        files = names.saved_configs(model, dtype=dtype, default_generation=not (folder / GENERATION).exists())
     except (TypeError, ValueError, AttributeError) as error:  # the configuration cannot be written as JSON
         _log.warning(
             "config.json cannot be saved for exports (%s: %s); pass a config.json to the export",

@@ -116,13 +116,14 @@ def class_name(model: nn.Module) -> str:
         return type(inner).__name__
 
 
-def saved_configs(model: nn.Module, *, default_generation: bool) -> dict[str, bytes]:
+def saved_configs(model: nn.Module, *, dtype: str, default_generation: bool) -> dict[str, bytes]:
     """Return the files, by name, that `save_pretrained` would write for a model next to the weights and the tokenizer.
 
     These are config.json, generation_config.json and, for custom code, the Python files.
 
     Args:
         model: transformers model.
+        dtype: dtype of the weights. The model does not know it while an FSDP module is gathered for computation.
         default_generation: whether to include a generation config that was derived from the configuration and has not
             been modified since.
 
@@ -133,7 +134,7 @@ def saved_configs(model: nn.Module, *, default_generation: bool) -> dict[str, by
     inner: Any = base_model(model)
     config = deepcopy(inner.config)
     config.architectures = [class_name(model)]
-    config.dtype = str(inner.dtype).removeprefix("torch.")
+    config.dtype = dtype
     with tempfile.TemporaryDirectory() as folder:
         with torch_private.classes_of_before(inner):
             for own in (inner, config):

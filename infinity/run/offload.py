@@ -144,9 +144,9 @@ def offload_inside(
     settings = load_config(config)
     check_config(settings)
     settings = with_absolute_paths(settings)  # the working directory may change later
-    settings = with_name(settings, model, settings.storage.paths[0])
     # Inspect: report errors in the model, the optimizer and the arguments before changing anything.
     sharded = ShardedModel.inspect(model, outermost)
+    settings = with_name(settings, model, settings.storage.paths[0])
     if optimizer is None:
         optimizer = no_updates(sharded)
     if isinstance(optimizer, Sequence):

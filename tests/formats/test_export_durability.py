@@ -204,7 +204,7 @@ def test_export_destination_must_be_empty_or_new(
     assert sorted(tmp_path / "empty" / file.name for file in written) == sorted((tmp_path / "empty").iterdir())
     check(checkpointed, tmp_path / "empty")
     (tmp_path / "file").touch()
-    for taken, why in (("empty", "is not empty"), ("file", "file is not a folder")):
+    for taken, why in (("empty", "is not empty"), ("file", "file exists but is not a folder")):
         with pytest.raises(ConfigError, match=why):
             export(checkpointed, tmp_path / taken)
     with pytest.raises(ConfigError, match="file/below cannot be created"):

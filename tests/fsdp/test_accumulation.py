@@ -296,7 +296,7 @@ def test_sliced_loss_requires_a_sharded_causal_language_model() -> None:
         infinity.sliced_loss(models.build("llama"), 0)
     with pytest.raises(UnsupportedError, match=r"is not a .*causal language model"):
         infinity.sliced_loss(models.build("toy"), 8)
-    with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
+    with pytest.raises(UnsupportedError, match="call fully_shard on its layers and on the model first"):
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
 
 

@@ -93,7 +93,8 @@ def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> Non
         folder = out / f"checkpoint-{step}"
         found = {path.name for path in folder.iterdir()}
         assert found == {
-            "infinity.json", "config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth", "training_args.bin",
+            "infinity.json", "config.json", "generation_config.json", "trainer_state.json", "scheduler.pt",
+            "rng_state.pth", "training_args.bin",
         }  # fmt: skip
         named = json.loads((folder / "infinity.json").read_text())
         assert torch.load(folder / "training_args.bin", weights_only=False).save_total_limit == 2

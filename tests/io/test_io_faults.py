@@ -103,7 +103,7 @@ def test_flip_changes_one_bit(rig: Rig) -> None:
     assert len(wrong) == 1
     assert (wrong[0][1] ^ 1).bit_count() == 1
     assert rig.piece(8) == b"\x01" * SIZE
-    with pytest.raises(ConfigError, match="read only"):
+    with pytest.raises(ConfigError, match="flip supports only op = read"):
         Fault(kind=FaultKind.FLIP, op=Op.WRITE)
 
 

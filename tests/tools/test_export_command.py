@@ -133,7 +133,7 @@ def test_dcp_export_contains_model_and_optimizer(checkpointed: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--step", 9), "no checkpoint of step 9"),
+        (("--step", 9), "no complete checkpoint of step 9"),
         (("--run", "20000101-000000-abcdef"), "no checkpoint of 20000101-000000-abcdef"),
         (("--dtype", "fp64"), "'fp64' is not one of"),
         (("--to", "gguf"), "'gguf'"),

@@ -222,7 +222,7 @@ def test_advice_names_intact_checkpoint(checkpointed):
     assert good_step(two, []) == 7
     assert good_step(two, [bad]) == 1
     assert "--resume-step 1" in _advice(two, [bad], 1, [first, second])
-    assert "step 7, is intact" in _advice(two, [replace(bad, step=1)], 7, [first, second])
+    assert "(step 7) is intact" in _advice(two, [replace(bad, step=1)], 7, [first, second])
 
 
 def test_ls_reports_total_and_own_bytes(checkpointed):

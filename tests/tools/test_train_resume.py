@@ -217,7 +217,9 @@ def test_suggested_commands_refer_to_their_own_run(tmp_path: Path) -> None:
     assert (again["run_id"], again["first_step"]) == (exported["run_id"], 3)
     late = run_here(*shlex.split(commands["export"])[1:], "--out", "late")
     assert late.status == 2
-    assert "no checkpoint of step 2" in late.errors, "a later step is not exported to a folder named after step 2"
+    assert "no complete checkpoint of step 2" in late.errors, (
+        "a later step is not exported to a folder named after step 2"
+    )
 
 
 def test_run_resume_setting_enables_resume_options(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ NAMES = [
     wrong("export c --out x --dtype fp64", "'fp64'", "trained, fp32, bf16, fp16"),
     wrong("export c --out x --run latest", "latest", "runs with a checkpoint"),
     wrong(f"export c --out x --run {RUN}", RUN, "runs with a checkpoint"),
-    wrong("export c --out x --step 7", "no checkpoint of step 7", "2"),
+    wrong("export c --out x --step 7", "no complete checkpoint of step 7", "2"),
     wrong(f"store verify c --run {RUN}", RUN, "runs:"),
     wrong("store rm c nothing", "nothing"),
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
@@ -303,7 +303,7 @@ TOGETHER = [
     wrong("doctor d --json --report", "--json", "--report", "one of them"),
     wrong("doctor d link", "'d' and 'link' are the same folder"),
     wrong("doctor d with~space/../d/ file", "'with space/../d/'", "once"),
-    wrong("doctor d\0", "zero byte"),
+    wrong("doctor d\0", "null byte"),
 ]
 PLANNED = "plan --parameters 3e8 --layers 8 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100"
 
@@ -323,8 +323,8 @@ PLANS = [
         "plan --parameters 1e3 --layers 4 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100",
         "too few for 4 layers of width 512",
     ),
-    plan("--ranks 100001", "--ranks '100001': 100001 is above", "100000"),
-    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above", "1e+12"),
+    plan("--ranks 100001", "--ranks '100001': 100001 is above", "100,000"),
+    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above", "1,000,000,000,000"),
     *(
         plan(f"--{name} {value}", f"--{name}", f"'{value}'")
         for name, values in {
