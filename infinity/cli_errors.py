@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,10 @@ def _write_help(command: Any, context: Any, formatter: Any) -> None:
     for title, records in sections.items():
         with formatter.section(title):
             for name, text in records:
-                _write_definition(formatter, name, text)
+                # typer shows a repeatable parameter as <list[Path]>, although each use takes one value.
+                _write_definition(
+                    formatter, re.sub(r"<list\[(\w+)\]>", lambda kind: f"<{kind[1].lower()}>", name), text
+                )
 
 
 def _write_definition(formatter: Any, name: str, text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from infinity.telemetry import Snapshot
+from infinity.telemetry.stats_file import run_status
 from infinity_daemon.log import event
 
 _EVENTS: Final = {"live": "run.started", "ended": "run.ended", "dead": "run.died"}
@@ -24,7 +25,7 @@ class RunLog:
         runs: dict[str, list[Snapshot]] = defaultdict(list)
         for snapshot in snapshots:
             runs[snapshot.header.run_id].append(snapshot)
-        before, self._statuses = self._statuses, {run: _status(ranks) for run, ranks in runs.items()}
+        before, self._statuses = self._statuses, {run: run_status(ranks) for run, ranks in runs.items()}
         for run, status in self._statuses.items():
             if before is None:
                 _log("run.found", run, runs[run], status=status)
@@ -33,12 +34,6 @@ class RunLog:
         for run, status in (before or {}).items():
             if status == "live" and run not in runs:  # a run without a step leaves no stats file
                 event(logging.INFO, "run.ended", run=run, steps=0)
-
-
-def _status(ranks: Iterable[Snapshot]) -> str:
-    """Return ``dead`` if a rank is dead, because the others cannot continue without it; otherwise live or ended."""
-    statuses = {snapshot.status for snapshot in ranks}
-    return next(status for status in ("dead", "live", "ended") if status in statuses)
 
 
 def _log(name: str, run: str, ranks: list[Snapshot], **values: object) -> None:

@@ -39,7 +39,7 @@ class StatsFiles:
     """Stats files in a runtime folder. Each `scan` reads them and removes old ones. Thread-safe.
 
     The file of a dead rank is kept until its run is resumed, which replaces the file, or until the run's folders have
-    been removed, so that a failure is reported until somebody has handled it.
+    been removed, so that a failure is reported until then.
     """
 
     def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:

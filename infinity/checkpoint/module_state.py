@@ -33,12 +33,15 @@ def assign(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value)
 
 
-def check_state_dict(outermost: nn.Module, model: nn.Module) -> None:
+def check_state_dict(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
     """Check, before a run starts, that checkpoints contain everything that `outermost.state_dict()` returns.
 
     Args:
         outermost: Module that contains `model`, or `model` itself.
         model: Sharded model.
+
+    Returns:
+        The result of `packed_state`.
 
     Raises:
         UnsupportedError: if an entry would be missing from checkpoints or could not be restored. The message names it.
@@ -49,7 +52,8 @@ def check_state_dict(outermost: nn.Module, model: nn.Module) -> None:
                 f"{type(module).__name__} defines get_extra_state but not set_extra_state, so {key} could not be "
                 f"restored from a checkpoint. Define both. {_REMEDY}"
             )
-    for key, value in packed_state(outermost, model).items():
+    packed = packed_state(outermost, model)
+    for key, value in packed.items():
         try:
             _unpacked(key, value)
         except ValueError as error:
@@ -71,6 +75,7 @@ def check_state_dict(outermost: nn.Module, model: nn.Module) -> None:
                 f"state_dict() contains {key}, which is neither a parameter, a buffer nor extra state, so checkpoints "
                 f"would not contain it. Register it as a buffer, or return it from get_extra_state(). {_REMEDY}"
             )
+    return packed
 
 
 def packed_state(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:

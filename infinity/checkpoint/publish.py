@@ -218,7 +218,7 @@ class CheckpointWriter:
         for versions in replaced:
             self._store.keep(versions)
             self._not_flushed.append(versions)
-        self._store.make_room(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
+        self._store.reserve_checkpoints(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
         """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
@@ -234,7 +234,7 @@ class CheckpointWriter:
                 name.file_name,
                 error.strerror,
             )
-            self._store.make_room(len(self._not_flushed))
+            self._store.reserve_checkpoints(len(self._not_flushed))
             return
         self._not_flushed.remove(versions)
         self._store.release(versions)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.checkpoint.description import RunDescription
-from infinity.checkpoint.module_state import packed_state
 from infinity.content.format import Role
 from infinity.store.folder import reserve
 from infinity.units import KIB, align_up
@@ -30,14 +30,17 @@ _PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; the entry of a shard i
 
 
 def checkpoint_bytes(
-    described: RunDescription, model: nn.Module, outermost: nn.Module, groups: Sequence[Mapping[str, Any]]
+    described: RunDescription,
+    model: nn.Module,
+    module_state: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
 ) -> int:
     """Return the maximum size of a checkpoint's manifest and state file in bytes, including 64 KiB for `extra`.
 
     Args:
         described: Description of the pages of this rank.
         model: Sharded model.
-        outermost: Module that contains `model`, or `model` itself.
+        module_state: Result of `packed_state`.
         groups: Parameter groups of the optimizer.
     """
     layout = described.layout
@@ -47,7 +50,7 @@ def checkpoint_bytes(
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
     buffers = model.named_buffers(remove_duplicate=False)  # a shared buffer is saved under each of its names
     state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
-    state += sum(packed.nbytes + _BUFFER for packed in packed_state(outermost, model).values())
+    state += sum(packed.nbytes + _BUFFER for packed in module_state.values())
     return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks and directory entries
 
 

@@ -135,12 +135,7 @@ def saved_configs(model: nn.Module, *, dtype: str, default_generation: bool) -> 
     config = deepcopy(inner.config)
     config.architectures = [class_name(model)]
     config.dtype = dtype
-    with tempfile.TemporaryDirectory() as folder:
-        with torch_private.classes_of_before(inner):
-            for own in (inner, config):
-                if getattr(own, "_auto_class", None) is not None:
-                    _save_code(own, folder, config)
-        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    files = _code_files(inner, config)
     files["config.json"] = config.to_json_string().encode()
     if inner.can_generate():
         generation = inner.generation_config
@@ -151,11 +146,17 @@ def saved_configs(model: nn.Module, *, dtype: str, default_generation: bool) -> 
     return files
 
 
-def _save_code(own: Any, folder: str, config: Any) -> None:
-    """Write the Python files that define the class of a model or configuration, and register the class in `config`."""
+def _code_files(model: Any, config: Any) -> dict[str, bytes]:
+    """Return the Python files that define the classes of a model and its configuration; register them in `config`."""
+    custom = [own for own in (model, config) if getattr(own, "_auto_class", None) is not None]
+    if not custom:
+        return {}  # checkpoints call this, too
     from transformers.dynamic_module_utils import custom_object_save
 
-    custom_object_save(own, folder, config=config)
+    with tempfile.TemporaryDirectory() as folder, torch_private.classes_of_before(model):
+        for own in custom:
+            custom_object_save(own, folder, config=config)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:

@@ -118,12 +118,11 @@ def _keep_in_fp32(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Mod
     owners = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
     found: list[nn.Module] = []
     covered: set[str] = set()
-    for prefix, module in model.named_modules():
+    in_fp32 = trained == {torch.float32}
+    for prefix, module in () if in_fp32 else model.named_modules():
         inside = {f"{prefix}.{name}": param for name, param in module.named_parameters()}
         alone = all(owners[id(param)] == 1 for param in inside.values())
         called = type(module).forward is not nn.Module.forward
-        if trained == {torch.float32}:
-            break
         if inside and called and alone and inside.keys() <= kept and not inside.keys() & covered:
             found.append(module)
             covered |= inside.keys()
@@ -136,7 +135,7 @@ def _keep_in_fp32(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Mod
             buffers[key] = buffer.float()
             covered.add(name)
     mixed = sorted(kept - covered)
-    for name in mixed if trained != {torch.float32} else ():  # FSDP2 requires one dtype per FSDP module
+    for name in () if in_fp32 else mixed:  # FSDP2 requires one dtype per FSDP module
         model.get_parameter(name).data = model.get_parameter(name).data.to(dtype)
     if mixed:
         _log.warning(

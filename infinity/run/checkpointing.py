@@ -51,9 +51,10 @@ def make_checkpoint_writer(
             saved.
         UnsupportedError: if a buffer or another entry of `state_dict()` cannot be saved.
     """
+    nbytes = 0
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
-        check_state_dict(sharded.outermost, sharded.model)
+        module_state = check_state_dict(sharded.outermost, sharded.model)
         for group in optimizer.param_groups:  # tensors can always be saved; skipping them avoids copies
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
@@ -61,9 +62,8 @@ def make_checkpoint_writer(
     if run.directory.found is not None:
         run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
     file = run.folder.reserved_file(run.ranks.rank)
-    nbytes = 0
     if run.settings.run.retained_checkpoints:
-        nbytes = checkpoint_bytes(described, sharded.model, sharded.outermost, optimizer.param_groups)
+        nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups)
     space = CheckpointSpace(file, nbytes)
     name, directory = name_of(optimizer), run.directory
     checkpoint_writer = CheckpointWriter(

@@ -269,7 +269,7 @@ class PageStore:
         self._edited: set[int] = set()
         """Fixed pages that may be rewritten. `allow_edits` extends the set."""
         self._not_removed = 0
-        """Maximum number of further checkpoints whose versions are kept. Changed by `make_room`."""
+        """Maximum number of further checkpoints whose versions are kept. Changed by `reserve_checkpoints`."""
         self._lengths = lengths
         self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
         """Slots for gradients."""
@@ -354,7 +354,7 @@ class PageStore:
                 self._reserve_space(self._paths, self._edited | fixed)
                 self._edited |= fixed
 
-    def make_room(self, further: int) -> None:
+    def reserve_checkpoints(self, further: int) -> None:
         """Allocate slots for further checkpoints that are kept because their files could not be removed.
 
         Args:

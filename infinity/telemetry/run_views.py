@@ -17,7 +17,7 @@ from typing import Final
 from infinity.telemetry.history import History
 from infinity.telemetry.metrics import BY_NAME, CACHE_SLOT_STATUSES, FETCH_RESULTS, OPS, PARTS, ROLES, STALLS
 from infinity.telemetry.stats_cells import label_sets
-from infinity.telemetry.stats_file import Snapshot
+from infinity.telemetry.stats_file import Snapshot, run_status
 from infinity.telemetry.trees import Tree, known
 from infinity.untrusted_files import user_name
 
@@ -189,7 +189,7 @@ def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: Drive
         id=name,
         name=first.name,
         user=user_name(ranks[0].last.snapshot.uid),
-        status=_status(ranks),
+        status=run_status(rank.last.snapshot for rank in ranks),
         started=first.started,
         world_size=first.world_size,
         version=first.info.get("version"),
@@ -245,12 +245,6 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
 
 
 # Figures computed from one or more ranks #
-
-
-def _status(ranks: Sequence[_Rank]) -> str:
-    """Return the status of a run: ``dead`` if any rank is dead, because the other ranks cannot continue without it."""
-    statuses = {rank.last.snapshot.status for rank in ranks}
-    return next(status for status in ("dead", "live", "ended") if status in statuses)
 
 
 def _steps(ranks: Sequence[_Rank]) -> float:

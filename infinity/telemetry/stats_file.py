@@ -24,7 +24,7 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -319,6 +319,13 @@ def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
         return sorted(path for path in Path(folder).iterdir() if _is_stats_file(path.name))
     except OSError:
         return []
+
+
+def run_status(ranks: Iterable[Snapshot]) -> Status:
+    """Return the status of a run: ``dead`` if any rank is dead, because the other ranks cannot continue without it."""
+    statuses = {snapshot.status for snapshot in ranks}
+    order: tuple[Status, ...] = ("dead", "live", "ended")
+    return next(status for status in order if status in statuses)
 
 
 def run_exists(header: StatsHeader) -> bool:

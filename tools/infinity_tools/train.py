@@ -57,7 +57,6 @@ def train(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<path>",
             help="Training data; can be repeated. Either a dataset (a parquet, jsonl, json, csv or arrow file,"
             " a folder of such files, or a folder written by Dataset.save_to_disk) or plain text (a file "
             "or a folder of files, tokenized as bytes unless the model has a tokenizer.json). [default: "
@@ -106,7 +105,6 @@ def train(
     eval_data: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<path>",
             help="Evaluation data, in the same formats as --data; can be repeated.",
             rich_help_panel=_DATA,
         ),
@@ -172,7 +170,6 @@ def train(
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<path>",
             help="Folder for the state; repeat to spread the state over several drives. [default: OUT/nvme]",
             rich_help_panel=_STATE,
         ),
@@ -250,7 +247,6 @@ def train(
     resume_path: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<path>",
             help="With --resume: folder of the run to resume, if it is not in --nvme; repeat for each folder "
             "of that run.",
             rich_help_panel=_STATE,
@@ -337,9 +333,7 @@ def train(
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="<str>", help="Also log to tensorboard or wandb; can be repeated.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option(help="Also log to tensorboard or wandb; can be repeated.", rich_help_panel=_OUTPUT),
     ] = None,
     metrics_port: Annotated[
         int | None,

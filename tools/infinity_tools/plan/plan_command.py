@@ -182,7 +182,6 @@ def plan(
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<path>",
             help="Folder on a drive of this machine; can be repeated. The bandwidth comes from infinityd, or is "
             "measured now. [default: the folders of --config if they exist, otherwise the current folder]",
             rich_help_panel=_MACHINE,

@@ -39,13 +39,11 @@ def probe(
     ] = "2GiB",
     block: Annotated[
         list[str] | None,
-        typer.Option(metavar="<str>", help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
+        typer.Option(help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
     ] = None,
     depth: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="<str>", help=f"Numbers of requests in flight, separated by commas. [default: {_DEPTH_NAMES}]"
-        ),
+        typer.Option(help=f"Numbers of requests in flight, separated by commas. [default: {_DEPTH_NAMES}]"),
     ] = None,
     seconds: Annotated[
         float,

@@ -69,7 +69,7 @@ def tune(
     ] = 0,
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(metavar="<path>",
+        typer.Option(
             help="Folder for the state, on the drive that the training run will use; can be repeated. [default: from "
             "--config]",
             rich_help_panel=_STATE,
