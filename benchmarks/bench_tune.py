@@ -146,9 +146,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.bench_step import machine, spread
     from infinity.config import Config
     from infinity.units import parse_size
+    from infinity_tools.trial_folders import trial_folders
     from infinity_tools.tune.search_space import candidate_of
     from infinity_tools.tune.trial import Workload
-    from infinity_tools.tune.trial_folders import trial_folders
     from infinity_tools.tune.trial_worker import Worker
 
     model, home = write_model(options, folder), folder / "nvme"

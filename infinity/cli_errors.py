@@ -6,11 +6,14 @@ same reason, only one of them prints it.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import io
 import math
 import os
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +45,12 @@ _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, Che
 _PATIENCE = timedelta(seconds=3)  # for another rank to print the message; only duplicate messages wait this long
 _SAID = "said"
 _NAMES = 26  # width of the option column in the help
+_IN_ASCII = {
+    "…": "...", "·": "-", "\N{MULTIPLICATION SIGN}": "x", "µ": "u", "±": "+/-", "→": "->", "█": "#", "▓": "#",
+    "▒": "=", "░": ".", "▇": "#", "▆": "=", "▅": "=", "▄": "-", "▃": "-", "▂": "_", "▁": "_", "━": "-", "╸": "-",
+    "╺": "-",
+}  # fmt: skip
+"""Replacements of characters in the output of commands, for terminals that cannot show them."""
 
 
 def _show_version(context: typer.Context, asked: bool) -> None:
@@ -86,6 +95,26 @@ class Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the selected command. Exits the process if `standalone_mode` is ``True``."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what is written in place of the characters that an encoding lacks. An error handler of `codecs`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start]
+    if "\udc80" <= missing <= "\udcff":  # a byte of a file name that is not valid in the encoding of file names
+        return bytes([ord(missing) - 0xDC00]), error.start + 1
+    return _IN_ASCII.get(missing, "?"), error.start + 1
+
+
+codecs.register_error("infinity.replace", _replaced)
+
+
+def write_any_text() -> None:
+    """Replace characters that the encoding of standard output or standard error lacks, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="infinity.replace")
 
 
 def _write_help(command: Any, context: Any, formatter: Any) -> None:
@@ -231,13 +260,35 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except InfinityError as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        complain(str(error), consequence=error.told_elsewhere)
+        complain(_with_notes(str(error), error), consequence=error.told_elsewhere)
         raise typer.Exit(2 if isinstance(error, _BEFORE_WORK) else 1) from error
     except RuntimeError as error:
         if debug or not is_lost_connection(error):
             raise
-        complain("the connection to another rank was lost; see that rank's message for the reason", consequence=True)
+        message = "the connection to another rank was lost; see that rank's message for the reason"
+        complain(_with_notes(message, error), consequence=True)
         raise typer.Exit(1) from error
+    except OSError as error:  # libraries keep their caches in the home folder
+        if debug or not error.filename or not _blames_home(str(error.filename)):
+            raise
+        complain(f"{error.filename}: {error.strerror}")
+        raise typer.Exit(2) from error
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    return "\n".join([message, *getattr(error, "__notes__", ())])
+
+
+def _blames_home(message: str) -> bool:
+    """Return whether a message names the home folder, and files cannot be written there."""
+    home = os.path.expanduser("~").rstrip("/")
+    if not home or home not in message:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=home):
+            return False
+    except OSError:
+        return True
 
 
 def complain(message: str, *, consequence: bool = False) -> None:
@@ -247,6 +298,8 @@ def complain(message: str, *, consequence: bool = False) -> None:
         message: text of the error.
         consequence: whether the error is a consequence of another rank's error.
     """
+    if _blames_home(message):
+        message += f"; HOME is {os.path.expanduser('~')!r}, which cannot be written: set HOME to a writable folder"
     store = _store_of_ranks()
     if store is not None and _is_said_elsewhere(store, message, consequence):
         return

@@ -6,8 +6,10 @@ Every field carries its documentation. `make docs` generates `docs/reference/set
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +19,10 @@ from infinity.errors import ConfigError
 from infinity.units import GIB, KIB, MIB
 from infinity.untrusted_files import whose_folder, why_not_written
 
-_SYSTEM = Path("/run/infinity")
+NODE_FOLDER = Path("/run/infinity")
+"""Runtime folder of a daemon for the whole node. Each user has a subfolder in it, named after the user id, if the
+daemon serves several users."""
+_CONNECT_SECONDS = 2.0
 _LEFT_CORES = 3
 """Number of a rank's cores left to the training thread, transfers, checksums and data loaders."""
 _MOST_UPDATE_CORES = 8
@@ -238,8 +243,8 @@ class TelemetryConfig:
     runtime_dir: str = setting(
         "",
         "Folder for the stats files that `infinityd` reads. Only its owner may have write access. Empty: the first "
-        "usable folder among `$XDG_RUNTIME_DIR/infinity`, `/run/infinity` and `infinity-<user id>` in the temporary "
-        "folder.",
+        "usable folder among `/run/infinity/<user id>` (created by an `infinityd` that serves several users), "
+        "`/run/infinity`, `$XDG_RUNTIME_DIR/infinity` and `infinity-<user id>` in the temporary folder.",
     )
     timeline: str = setting(
         "",
@@ -292,12 +297,29 @@ def runtime_dir(config: TelemetryConfig) -> Path:
     """Return the folder for stats files. The caller creates and checks it with `untrusted_files.own_folder`."""
     if config.runtime_dir:
         return Path(config.runtime_dir)
+    if _is_own(folder := _folder_in_node_folder()):
+        return folder
+    if _is_own(NODE_FOLDER):
+        return NODE_FOLDER
     session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if session.is_absolute() and _is_own(session):  # after `su`, it still belongs to the other user
         return session / "infinity"
-    if _is_own(_SYSTEM):
-        return _SYSTEM
     return Path(tempfile.gettempdir()) / f"infinity-{os.geteuid()}"
+
+
+def _folder_in_node_folder() -> Path:
+    """Return this user's subfolder of `NODE_FOLDER`. A daemon that serves this user creates it when the user connects.
+
+    No request is necessary: the daemon closes the connection only after it has created the folder.
+    """
+    folder = NODE_FOLDER / str(os.geteuid())
+    if not folder.exists() and (NODE_FOLDER / "infinityd.sock").exists():
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_SECONDS)
+            connection.connect(str(NODE_FOLDER / "infinityd.sock"))
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+    return folder
 
 
 def _is_own(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -56,16 +56,16 @@ def needs(extra: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def run_command(name: str, extra: str, module: str) -> None:
-    """Run a console script: the `main` function of a module whose imports require an extra.
+def import_command(name: str, extra: str, module: str) -> Callable[[], None]:
+    """Return the `main` function of a console script's module, whose imports require an extra.
 
     If a package is missing, one rank per node prints one line to stderr, and the process exits with status 2.
     """
     try:
         with needs(extra, f"the command {name}"):
-            main = import_module(module).main
+            main: Callable[[], None] = import_module(module).main
     except MissingPackageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"{name}: {error}\n")
         sys.exit(2)
-    main()
+    return main

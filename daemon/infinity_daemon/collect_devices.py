@@ -86,7 +86,7 @@ class DevicesCollector:
     def known_paths(self) -> tuple[str, ...]:
         """Return the configured paths and the paths of all ranks with a stats file, without duplicates."""
         used = (path for snapshot in self._stats_files.scan().exported for path in snapshot.header.paths)
-        return tuple(dict.fromkeys((*self.paths, *used)))
+        return tuple(dict.fromkeys((*self.paths, *filter(None, used))))
 
     def _counters(self, drives: Mapping[str, Drive]) -> dict[str, Samples]:
         found = {name: counters(drive, self._sysfs) for name, drive in drives.items()}

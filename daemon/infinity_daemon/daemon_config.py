@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from infinity.config import TelemetryConfig, runtime_dir
+from infinity.config import NODE_FOLDER, TelemetryConfig, runtime_dir
 from infinity.config_fields import Settings, setting
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
@@ -36,6 +36,12 @@ class ServerConfig:
     )
     socket: str = setting(
         "", f"Path of the Unix socket for requests from ranks. Empty: `{SOCKET_NAME}` in the runtime folder."
+    )
+    group: str = setting(
+        "",
+        "Group whose members may use a daemon that runs as root, in addition to root; `*` for all users. Their stats "
+        "files are in one subfolder per user of the runtime folder, by default `/run/infinity`. It does not apply to "
+        "the TCP port, which `token_file` protects. Empty: only the daemon's user and root.",
     )
 
 
@@ -145,7 +151,9 @@ class DaemonConfig:
 
     @property
     def runtime_dir(self) -> Path:
-        """Runtime folder, which contains the stats files."""
+        """Runtime folder, which contains the stats files, or a subfolder with them for each of several users."""
+        if self.server.group and not self.stats_files.runtime_dir:
+            return NODE_FOLDER
         return runtime_dir(TelemetryConfig(runtime_dir=self.stats_files.runtime_dir))
 
     @property

@@ -112,7 +112,7 @@ class Measuring:
         self.settings = MeasureConfig(enabled=False)
         self.paths: tuple[str, ...] = ()
         self._profiles, self._reservations, self._sysfs = profiles, reservations, sysfs
-        self.owner = Owner(pid=os.getpid(), process_started=process_start(os.getpid()))
+        self.owner = Owner(uid=os.geteuid(), pid=os.getpid(), process_started=process_start(os.getpid()))
         """Owner of the daemon's own space reservations."""
         self._tidied: set[str] = set()  # paths in which leftover files have been removed; only used in `look`
         self._again: dict[frozenset[str], float] = {}

@@ -1,10 +1,15 @@
 """Bandwidth limits for runs that share a drive.
 
-The goal is weighted max-min fairness. Among the runs that are stalled on a drive, the *slowest run* is the one with the
+The goal is weighted max-min fairness, first between users and then between the runs of each user: the weights of a
+user's runs are divided by their sum. Among the runs that are stalled on a drive, the *slowest run* is the one with the
 least bandwidth relative to its weight. It is not limited, and no other run may have more bandwidth relative to its own
 weight. This method does not need to know the bandwidth of the drive, leaves no bandwidth unused, and never limits a run
 that has the drive to itself. Limits move towards the goal gradually, by 5% per second. A run that mostly computes
 stalls only occasionally, so it gets the bandwidth it needs, and the other runs get the rest.
+
+The activity of a run is what its own stats file claims. With a false one, a user could pretend to get almost nothing,
+which would slow down all other users. If several users use a drive, no limit is therefore lower than half of the run's
+share of the drive's bandwidth: its profile or, if it is higher, the total throughput that the runs have reached.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ _UP: Final = 1.05
 """Minimum and maximum factor by which a limit changes per second."""
 _BEHIND: Final = 1.1
 """Factor by which the limit of the slowest run rises per second."""
+_LEAST_SHARE: Final = 0.5
+"""Minimum of a limit relative to an equal share, if several users use a drive."""
 _UNUSED: Final = 0.8
 """A limit has no effect if its run uses less than this fraction of it. It is removed once no run needs more."""
 
@@ -45,6 +52,8 @@ class Usage:
     """Seconds during which the training thread was stalled on storage."""
     weight: float = 1.0
     """`storage.bandwidth_weight` of the run."""
+    uid: int = 0
+    """Id of the user whose run it is."""
 
 
 def usages(snapshots: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
@@ -66,7 +75,7 @@ def usages(snapshots: Iterable[Snapshot], drive_of: Callable[[str], str | None])
                 moved[drive] += snapshot.value_at(transfers, values)
         stalled = sum(snapshot.value_at(stalls, values) for values in label_sets(stalls, devices))
         found[snapshot.header.run_id, snapshot.header.rank] = Usage(
-            moved=dict(moved), stalled=stalled, weight=snapshot.header.weight
+            moved=dict(moved), stalled=stalled, weight=snapshot.header.weight, uid=snapshot.uid
         )
     return found
 
@@ -93,14 +102,22 @@ class Fairness:
         """Monotonic time of the last observation, in seconds."""
         self._rates: dict[str, dict[str, float]] = {}
         """Limits in bytes per second, by drive and run id. Unlimited runs are absent."""
+        self._peaks: dict[str, float] = {}
+        """Highest total throughput or profile so far of each drive that runs use, in bytes per second."""
 
     def rates_of(self, run: str) -> dict[str, float]:
         """Return the limit for each rank of a run in bytes per second, by drive. Unlimited drives are absent."""
         ranks = len(self._runs[run].ranks) if run in self._runs else 1
         return {drive: rates[run] / ranks for drive, rates in self._rates.items() if run in rates}
 
-    def observe(self, usages: Mapping[Rank, Usage], now: float) -> None:
-        """Record the activity of all live ranks at the monotonic time `now`, in seconds, and adjust the limits."""
+    def observe(self, usages: Mapping[Rank, Usage], now: float, profiles: Mapping[str, float] | None = None) -> None:
+        """Record the activity of all live ranks, and adjust the limits.
+
+        Args:
+            usages: Activity of each rank.
+            now: Monotonic time in seconds.
+            profiles: Measured bandwidth of drives in bytes per second, by drive.
+        """
         passed, self._observed = now - self._observed, now
         ranks: dict[str, dict[int, Usage]] = defaultdict(dict)
         for (run, rank), usage in usages.items():
@@ -109,17 +126,35 @@ class Fairness:
         for run, found in ranks.items():
             self._runs[run] = known.get(run, _Run())
             _average(self._runs[run], found, passed)
-        rates = {}
+        rates, peaks = {}, {}
         for drive in {drive for run in self._runs.values() for drive in run.rate}:
             moving = {name: run.rate[drive] for name, run in self._runs.items() if run.rate.get(drive, 0.0) > 0}
             wanting = {name for name in moving if self._runs[name].stalled >= _WANTS}
-            weights = {name: max(rank.weight for rank in self._runs[name].ranks.values()) for name in moving}
-            rates[drive] = next_rates(self._rates.get(drive, {}), moving, wanting, weights)
-        self._rates = rates
+            weights, users = self._weights(moving)
+            if moving:
+                peaks[drive] = max(self._peaks.get(drive, 0.0), (profiles or {}).get(drive, 0.0), sum(moving.values()))
+            least = _LEAST_SHARE * peaks[drive] / users if users > 1 else 0.0
+            rates[drive] = next_rates(self._rates.get(drive, {}), moving, wanting, weights, least)
+        self._rates, self._peaks = rates, peaks
+
+    def _weights(self, runs: Iterable[str]) -> tuple[dict[str, float], int]:
+        """Return the weights of runs, which add up to 1 for each user, and the number of users."""
+        given, users = {}, {}
+        for name in runs:
+            ranks = self._runs[name].ranks.values()
+            given[name], users[name] = max(rank.weight for rank in ranks), next(rank.uid for rank in ranks)
+        total: dict[int, float] = defaultdict(float)
+        for name, weight in given.items():
+            total[users[name]] += weight
+        return {name: weight / total[users[name]] for name, weight in given.items()}, len(total)
 
 
 def next_rates(
-    rates: Mapping[str, float], moving: Mapping[str, float], wanting: set[str], weights: Mapping[str, float]
+    rates: Mapping[str, float],
+    moving: Mapping[str, float],
+    wanting: set[str],
+    weights: Mapping[str, float],
+    least: float,
 ) -> dict[str, float]:
     """Return the limits on a drive for the next second, in bytes per second by run id. Unlimited runs are absent.
 
@@ -128,6 +163,7 @@ def next_rates(
         moving: Current throughput of each run, in bytes per second.
         wanting: Ids of the runs that need more bandwidth.
         weights: Bandwidth weight of each run in `moving`.
+        least: Minimum of a limit relative to the weight of its run, in bytes per second.
     """
     if len(moving) < 2:
         return {}
@@ -140,7 +176,7 @@ def next_rates(
     last = min(wanting, key=lambda run: (served[run], run))
     found = {last: _BEHIND * rates[last]} if last in raised else {}
     for run in moving.keys() - {last}:
-        target, rate = _AHEAD * served[last] * weights[run], rates.get(run)
+        target, rate = max(_AHEAD * served[last], least) * weights[run], rates.get(run)
         if rate is None and moving[run] <= target:
             continue  # within its target
         before = moving[run] if rate is None else rate

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.cli_errors import HELP, Command, Version, failures
+from infinity.cli_errors import HELP, Command, Version, failures, write_any_text
 from infinity_daemon.daemon_config import DaemonConfig, load_daemon_config
 from infinity_daemon.log import start_logging
 from infinity_daemon.service import run
@@ -53,6 +53,12 @@ def _daemon(
             help="Path of the Unix socket for requests from ranks. [default: infinityd.sock in the runtime folder]"
         ),
     ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help="Group whose members may use the daemon, which must run as root; '*' for all users. [default: none]"
+        ),
+    ] = None,
     keep_dead_seconds: Annotated[
         int | None,
         typer.Option(min=0, help="Time for which the metrics of a rank are exported after it has died. [default: 900]"),
@@ -67,6 +73,7 @@ def _daemon(
         "server.host": host,
         "server.token_file": token_file,
         "server.socket": socket,
+        "server.group": group,
         "drives.paths": device_path,
     }
     given = {name: value for name, value in options.items() if value is not None}
@@ -86,6 +93,7 @@ app.command(cls=Command, context_settings=HELP)(_daemon)
 
 def main() -> None:
     """Run the daemon. The exit status is 2 if a setting or a socket cannot be used."""
+    write_any_text()
     app(prog_name="infinityd")
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from infinity.telemetry.run_views import DriveOf, Runs
 from infinity.telemetry.trees import Tree, plain
+from infinity.untrusted_files import user_name
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.stats_files import Found
@@ -73,12 +74,13 @@ class NodeState:
             "reservations": [
                 {
                     "run": entry.run_id,
+                    "user": user_name(entry.owner.uid),
                     "drive": entry.place.drive.name,
                     "path": entry.place.path,
                     "bytes": entry.size,
                     "pid": entry.owner.pid,
                 }
-                for entry in self._reservations.entries()
+                for entry in self._reservations.largest()
             ],
         }
         with self._news:

@@ -23,15 +23,16 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from infinity.errors import BudgetError, ConfigError, InfinityError
-from infinity.io.block_devices import Drive, locate, space
+from infinity.io.block_devices import Drive, Place, locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
-from infinity.untrusted_files import user_name
+from infinity.untrusted_files import trusted, user_name
 from infinity_daemon.drive_bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
 from infinity_daemon.drive_wear import DriveWear
 from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.stale import StaleRun
 from infinity_daemon.stats_files import StatsFiles
+from infinity_daemon.users import may_name, owner_of
 
 Answer = Mapping[str, object]
 
@@ -78,9 +79,9 @@ class Requests:
                 record(rates=table(_folder, rates), source=one_of("probe", "run")),
                 self._record_bandwidth,
             ),
-            "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_TEXT), self._reserve),
-            "release": (record(path=_TEXT, run_id=_TEXT), self._release),
-            "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_TEXT), self._pace),
+            "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_RUN_ID), self._reserve),
+            "release": (record(path=_TEXT, run_id=_RUN_ID), self._release),
+            "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_RUN_ID), self._pace),
         }
 
     async def answer(self, line: bytes, owner: Owner) -> Answer:
@@ -124,12 +125,13 @@ class Requests:
             "reservations": [
                 {
                     "run_id": entry.run_id,
+                    "user": user_name(entry.owner.uid),
                     "path": entry.place.path,
                     "device": entry.place.drive.name,
                     "bytes": entry.size,
                     "pid": entry.owner.pid,
                 }
-                for entry in self._reservations.entries()
+                for entry in self._reservations.largest()
             ],
             "stale_runs": [
                 {
@@ -162,8 +164,8 @@ class Requests:
             "endurance_days": wear.days,
         }
 
-    async def _bandwidth(self, _: Owner, paths: Sequence[str]) -> Answer:
-        drives = {path: (await asyncio.to_thread(locate, path)).drive for path in paths}
+    async def _bandwidth(self, owner: Owner, paths: Sequence[str]) -> Answer:
+        drives = {path: (await _place(owner, path)).drive for path in paths}
         self._used(drive.name for drive in drives.values())
         identities = {drive.identity for drive in drives.values()}
         together = self._profile.together(identities) if len(identities) > 1 else None
@@ -183,7 +185,9 @@ class Requests:
             "daily_share": self._daily_share(),
         }
 
-    async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
+    async def _record_bandwidth(self, owner: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
+        if not trusted(owner.uid):  # the profile of a drive affects the runs of all users
+            raise ConfigError("only root may record bandwidth in a daemon that serves several users")
         if not 0 < len(rates) <= _MAX_PATHS:
             raise ConfigError(f"the request contains rates for {len(rates)} paths; send 1 to {_MAX_PATHS}")
         drives = {path: (await asyncio.to_thread(locate, path)).drive for path in rates}
@@ -195,7 +199,10 @@ class Requests:
         return {"devices": sorted({drive.name for drive in drives.values()})}
 
     async def _reserve(self, owner: Owner, path: str, bytes: int, run_id: str) -> Answer:
-        place = await asyncio.to_thread(locate, path)
+        place = await _place(owner, path)
+        # Without this check, a user could keep others off a drive to which the user has no access.
+        if not trusted(owner.uid) and await asyncio.to_thread(owner_of, path) != owner.uid:
+            raise ConfigError(f"{path!r} does not belong to user {user_name(owner.uid)}")
         self._used([place.drive.name])
         free = (await asyncio.to_thread(space, place.path)).free
         self._reservations.expire(self._is_alive)
@@ -203,11 +210,13 @@ class Requests:
         event(logging.INFO, "space.reserved", run=run_id, device=place.drive.name, bytes=bytes, pid=owner.pid)
         return {"device": place.drive.name, "remaining_bytes": remaining}
 
-    async def _pace(self, _: Owner, paths: Sequence[str], run_id: str) -> Answer:
-        rates = self._rates_of(run_id)  # by drive; usually empty, which avoids looking up the drives of the paths
+    async def _pace(self, owner: Owner, paths: Sequence[str], run_id: str) -> Answer:
+        rates = self._rates_of(
+            self._stats_files.shown_id(run_id, owner.uid)
+        )  # by drive; usually empty, which avoids looking up the drives of the paths
         if not rates:
             return {"rates": {}}
-        drives = {path: (await asyncio.to_thread(locate, path)).drive.name for path in paths}
+        drives = {path: (await _place(owner, path)).drive.name for path in paths}
         together = Counter(drives.values())  # paths on the same drive share its rate
         return {"rates": {path: rates[drive] / together[drive] for path, drive in drives.items() if drive in rates}}
 
@@ -216,6 +225,7 @@ class Requests:
 
 
 _TEXT = printable(1, 4096)
+_RUN_ID = printable(1, 128)
 
 
 def _folder(value: Any) -> str:
@@ -223,6 +233,13 @@ def _folder(value: Any) -> str:
     if not path.startswith("/"):
         raise Mismatch(value, "must be an absolute path, because the daemon has a different working directory")
     return path
+
+
+async def _place(owner: Owner, path: str) -> Place:
+    """Return the location of a path that the client may name. Raises `ConfigError` or `OSError`."""
+    if not await asyncio.to_thread(may_name, path, owner.uid):
+        raise ConfigError(f"{path!r} is not a folder that belongs to user {user_name(owner.uid)} or to root")
+    return await asyncio.to_thread(locate, path)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -17,8 +17,12 @@ from typing import Final
 from infinity.errors import BudgetError, ConfigError
 from infinity.io.block_devices import Place
 from infinity.units import format_size
+from infinity.untrusted_files import user_name
 
-_MAX_RESERVATIONS: Final = 4096
+_MAX_RESERVATIONS: Final = 1024
+"""Maximum number of reservations per user."""
+_MOST_SHOWN: Final = 256
+"""Maximum number of reservations in a response."""
 _MOST_NAMED: Final = 3
 """Maximum number of runs listed in an error message."""
 
@@ -29,8 +33,10 @@ class Owner:
 
     The owner is a process, identified by its PID and start time (clock ticks since boot). If the PID is not visible to
     the daemon (`pid` is 0), for example because the process is in another container, the owner is its connection.
+    All values come from the kernel, so a reservation can only be released by its owner. Root can end the process.
     """
 
+    uid: int
     pid: int
     process_started: int
     connection: int = 0
@@ -74,13 +80,15 @@ class Reservations:
         key = (owner, run_id, place.path)
         with self._lock:
             others = [entry for name, entry in self._entries.items() if name != key]
+            own = [entry for entry in others if entry.owner.uid == owner.uid]
             here = [entry for entry in others if entry.place.file_system == place.file_system]
             remaining = free - sum(entry.size for entry in here) - size
             if remaining < 0:
-                raise BudgetError(_no_room(place, size, free, here))
-            if len(others) >= _MAX_RESERVATIONS:
+                raise BudgetError(_no_room(place, size, free, here, owner.uid))
+            if len(own) >= _MAX_RESERVATIONS:
                 raise ConfigError(
-                    f"the limit of {_MAX_RESERVATIONS} reservations is reached; wait until other runs have started"
+                    f"the limit of {_MAX_RESERVATIONS} reservations per user is reached; wait until other runs have "
+                    "started"
                 )
             self._entries[key] = Reservation(owner=owner, run_id=run_id, place=place, size=size)
             return remaining
@@ -104,6 +112,10 @@ class Reservations:
         with self._lock:
             return tuple(self._entries.values())
 
+    def largest(self) -> list[Reservation]:
+        """Return the largest reservations, for a response of limited length."""
+        return sorted(self.entries(), key=lambda entry: -entry.size)[:_MOST_SHOWN]
+
     def by_drive(self) -> dict[str, int]:
         """Return the reserved bytes by drive name."""
         total: dict[str, int] = defaultdict(int)
@@ -112,10 +124,11 @@ class Reservations:
         return dict(total)
 
 
-def _no_room(place: Place, size: int, free: int, others: Sequence[Reservation]) -> str:
+def _no_room(place: Place, size: int, free: int, others: Sequence[Reservation], uid: int) -> str:
     by_run: dict[str, int] = defaultdict(int)
     for entry in others:
-        by_run[entry.run_id] += entry.size
+        user = "" if entry.owner.uid == uid else f" of {user_name(entry.owner.uid)}"
+        by_run[entry.run_id + user] += entry.size
     largest = sorted(by_run.items(), key=lambda pair: -pair[1])
     named = [f"{format_size(of)} reserved by run {run}" for run, of in largest[:_MOST_NAMED]]
     if len(largest) > _MOST_NAMED:

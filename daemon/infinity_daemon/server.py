@@ -13,20 +13,24 @@ import socket
 import stat
 import struct
 from asyncio.trsock import TransportSocket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError, FolderBusyError
 from infinity.telemetry.stats_file import process_start
 from infinity.units import KIB
-from infinity.untrusted_files import open_own, trusted
+from infinity.untrusted_files import open_own
 from infinity_daemon.log import event
 from infinity_daemon.requests import Answer
 from infinity_daemon.reservations import Owner
+from infinity_daemon.users import Users
 
 MAX_MESSAGE_BYTES: Final = 64 * KIB
 MAX_CLIENTS: Final = 64
+"""Maximum number of connected clients per user, so that a user cannot keep out the others."""
 _MAX_SOCKET_PATH: Final = 107  # sun_path without the closing zero
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -43,14 +47,18 @@ class SocketServer:
         self,
         path: Path,
         answer: Callable[[bytes, Owner], Awaitable[Answer]],
+        users: Users | None = None,
         *,
         message_seconds: float = 10.0,
         idle_seconds: float = 300.0,
     ) -> None:
         self._path, self._answer = path, answer
+        self._users = Users(path.parent) if users is None else users
         self._message_seconds, self._idle_seconds = message_seconds, idle_seconds
         self._clients: dict[int, asyncio.Task[None]] = {}
         """Tasks of the connected clients, by connection number."""
+        self._counts: Counter[int] = Counter()
+        """Number of connected clients by user id."""
         self._numbers = itertools.count(1)  # connection numbers; 0 means no connection
         self._server: asyncio.Server | None = None  # not None between `start` and `stop`
         self._lock = -1  # descriptor of the lock file, locked between `start` and `stop`
@@ -70,7 +78,7 @@ class SocketServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(self._path))
-            os.chmod(self._path, 0o600)
+            self._users.open_socket(self._path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=MAX_MESSAGE_BYTES)
         except OSError as error:
             listener.close()
@@ -99,29 +107,32 @@ class SocketServer:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number, task = next(self._numbers), asyncio.current_task()
+        pid, uid = peer_of(writer.get_extra_info("socket"))
+        self._counts[uid] += 1
         try:
-            if len(self._clients) >= MAX_CLIENTS or task is None:
+            if self._counts[uid] > MAX_CLIENTS or task is None:
                 await self._send(
                     writer, {"error": f"too many clients; at most {MAX_CLIENTS} may be connected at the same time"}
                 )
                 return
             self._clients[number] = task
-            await self._serve(reader, writer, number)
+            owner = Owner(uid=uid, pid=pid, process_started=process_start(pid), connection=0 if pid else number)
+            await self._serve(reader, writer, owner)
         except (OSError, TimeoutError, asyncio.CancelledError):
             pass  # the client has disconnected or timed out, or the daemon is stopping
         finally:
             self._clients.pop(number, None)
+            self._counts[uid] -= 1
+            self._counts = +self._counts  # remove users without clients
             if writer.transport.get_write_buffer_size():  # the client does not read, and `close` would wait for it
                 writer.transport.abort()
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
-        pid, uid = peer_of(writer.get_extra_info("socket"))
-        if not trusted(uid):
-            event(logging.WARNING, "client.rejected", uid=uid, pid=pid)
-            await self._send(writer, {"error": f"user id {uid} is not permitted to use this daemon"})
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: Owner) -> None:
+        if not self._users.admit(owner.uid):
+            event(logging.WARNING, "client.rejected", uid=owner.uid, pid=owner.pid)
+            await self._send(writer, {"error": f"user id {owner.uid} is not permitted to use this daemon"})
             return
-        owner = Owner(pid=pid, process_started=process_start(pid), connection=0 if pid else number)
         while True:
             try:
                 line = await self._read_line(reader, None if owner.connection else self._idle_seconds)
@@ -193,6 +204,11 @@ def _claim(path: Path) -> int:
 def _remove_stale(path: Path) -> None:
     """Remove a stale socket. Raises `FolderBusyError` if a process uses it, `ConfigError` if it is a different file."""
     try:
+        if path.is_symlink() and os.readlink(path) == f"../{SOCKET_NAME}":
+            raise FolderBusyError(
+                f"the infinityd of root in {str(path.parent.parent)!r} serves this user; for a second one, set "
+                "--runtime-dir"
+            )
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{str(path)!r} exists and is not a socket; remove it or choose another --socket")
     except FileNotFoundError:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from infinity import __version__
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.block_devices import Drive, locate
+from infinity.telemetry import Snapshot
 from infinity.telemetry.exporter import serve_registry
 from infinity.untrusted_files import own_folder, read_own
 from infinity_daemon import drive_measurement, stale
@@ -42,6 +43,7 @@ from infinity_daemon.run_log import RunLog
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stale import StaleRuns
 from infinity_daemon.stats_files import StatsFiles
+from infinity_daemon.users import Users
 from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
@@ -60,17 +62,19 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
         FolderBusyError: if another daemon uses the socket.
     """
     token = _token(config.server.token_file)
+    users = Users(config.runtime_dir, config.server.group)
     _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
-    await Daemon(config, token, _state_folder(config)).serve(load)
+    users.open_folder()
+    await Daemon(config, token, _state_folder(config), users).serve(load)
 
 
 class Daemon:
     """Daemon of a node. Call `serve` once to run it."""
 
-    def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
+    def __init__(self, config: DaemonConfig, token: str, state: Path, users: Users) -> None:
         self._config, self._token = config, token
         self._started = time.time()
-        self._stats_files = StatsFiles(config.runtime_dir, 0, 0)
+        self._stats_files = StatsFiles(config.runtime_dir, 0, 0, users)
         self._run_log = RunLog()
         self._reservations = Reservations()
         self._profile = Profiles(state)
@@ -111,7 +115,7 @@ class Daemon:
             about=self._about,
             state=self._state.now,
         )
-        self._server = SocketServer(config.socket, requests.answer)
+        self._server = SocketServer(config.socket, requests.answer, users)
         self._port = 0  # TCP port of the HTTP server, or 0 before it is started
         self._apply(config)
 
@@ -129,6 +133,11 @@ class Daemon:
         """Return the wear of a drive, after taking a sample in case the daemon is not being scraped."""
         self._wear.look([drive])
         return self._wear.of(drive)
+
+    def _mixed(self, drive: Drive) -> float:
+        """Return the measured bandwidth of a drive for half reads and half writes, or 0 if it is unknown."""
+        profile = self._profile.of(drive)
+        return (profile.mixed or 0.0) if profile is not None else 0.0
 
     def _rates_of(self, run: str) -> Mapping[str, float]:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
@@ -215,11 +224,12 @@ class Daemon:
             live = [snapshot for snapshot in found.snapshots if snapshot.alive]
             now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)
-            self._fairness.observe(used, now)
+            drives = await asyncio.to_thread(_drives_of, live)
+            self._fairness.observe(used, now, {drive.name: self._mixed(drive) for drive in drives})
             self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
             self._drives.paths = (
                 *self._config.drives.paths,
-                *(path for snapshot in live for path in snapshot.header.paths),
+                *(path for snapshot in live for path in snapshot.header.paths if path),
             )
             limits = {run: self._rates_of(run) for run in {snapshot.header.run_id for snapshot in live}}
             await asyncio.to_thread(self._state.observe, found, limits, now)
@@ -231,11 +241,23 @@ class Daemon:
         return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
-@lru_cache(maxsize=256)
 def _drive_of(path: str) -> str | None:
-    """Return the name of the drive that stores a path, or None. Cached: it cannot change while a rank is live."""
+    """Return the name of the drive that stores a path, or None."""
+    drive = _located(path)
+    return None if drive is None else drive.name
+
+
+def _drives_of(snapshots: Iterable[Snapshot]) -> set[Drive]:
+    """Return the drives that ranks use."""
+    paths = {path for snapshot in snapshots for path in snapshot.header.paths}
+    return {drive for drive in map(_located, paths) if drive is not None}
+
+
+@lru_cache(maxsize=4096)
+def _located(path: str) -> Drive | None:
+    """Return the drive that stores a path, or None. Cached: it cannot change while a rank is live."""
     try:
-        return locate(path).drive.name
+        return locate(path).drive
     except (OSError, ValueError):
         return None
 

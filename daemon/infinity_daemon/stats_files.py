@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import os
 import re
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from infinity.telemetry import Snapshot, StatsFileError, find_stats_files, read_stats_file
-from infinity.telemetry.stats_file import StatsHeader, Status, remove_stats_file, run_exists
+from infinity.telemetry.stats_file import StatsHeader, Status, is_stats_file, remove_stats_file, run_exists
+from infinity.untrusted_files import trusted
 from infinity_daemon.log import event
+from infinity_daemon.users import Users, may_store
 
 _MAX_FILES: Final = 1024
+_MAX_USER_FILES: Final = 128
+"""Maximum number of stats files per user if several users have them."""
+_MAX_USER_PATHS: Final = 16
+_MAX_TEXT: Final = 128
+"""Maximum length of a text that another user has written, such as the name of a run."""
 _DRAFT = re.compile(r"\..+\.stats\.\d+")
 
 
@@ -42,15 +52,22 @@ class StatsFiles:
     been removed, so that a failure is reported until then.
     """
 
-    def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:
+    def __init__(
+        self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float, users: Users | None = None
+    ) -> None:
         """Initialize without reading the folder.
 
         Args:
             folder: Runtime folder.
             keep_dead_seconds: Time for which the metrics of a rank are exported after it has died.
             keep_ended_seconds: Time for which the file of a rank is kept after it has ended; at least two scrapes.
+            users: Users whose subfolders are read as well.
         """
         self._folder = folder
+        self._users = Users(folder) if users is None else users
+        self._owners: dict[str, int] = {}
+        """User id by run id. A run of another user with the same id gets a different one. Only replaced as a whole,
+        because the event loop reads it."""
         self.keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}
         """Time for which metrics are exported in seconds, by status. Replaced when the settings are reloaded."""
         self._gone_since: dict[tuple[int, int, Status], float] = {}
@@ -75,18 +92,28 @@ class StatsFiles:
         with self._lock:
             expired = dict(self._expired)
         for path, (about, header) in expired.items():
-            if not run_exists(header):
+            if not run_exists(header, about.st_uid):
                 _remove(path, about)
+
+    def shown_id(self, run_id: str, uid: int) -> str:
+        """Return the id under which a user's run is reported.
+
+        Another user may have a run with the same id, possibly to disturb this one. Each such run gets its own id.
+        """
+        return _shown_id(self._owners, run_id, uid)
 
     def _scan(self) -> Found:
         snapshots: list[Snapshot] = []
+        owners: dict[str, int] = {}
         expired: dict[Path, tuple[os.stat_result, StatsHeader]] = {}
         gone: dict[tuple[int, int, Status], float] = {}
         complained: dict[Path, str] = {}
-        for path in find_stats_files(self._folder)[:_MAX_FILES]:
+        for path, uid in self._files():
             try:
                 about = path.stat(follow_symlinks=False)
                 snapshot = read_stats_file(path)
+                if uid is not None and snapshot.uid != uid:
+                    raise StatsFileError(f"{path}: belongs to user {snapshot.uid} instead of {uid}")
             except (OSError, StatsFileError) as error:
                 complained[path] = str(error)
                 if self._complained.get(path) != str(error):
@@ -100,20 +127,63 @@ class StatsFiles:
                         _remove(path, about)
                         continue
                     expired[path] = about, snapshot.header
+            run_id = snapshot.header.run_id
+            owners.setdefault(run_id, self._owners.get(run_id, snapshot.uid))
             snapshots.append(snapshot)
+        # A run id belongs to the user who had it in the last scan, as long as it is in use by this user.
+        used = {(snapshot.header.run_id, snapshot.uid) for snapshot in snapshots}
+        for snapshot in snapshots:
+            run_id = snapshot.header.run_id
+            if (run_id, owners[run_id]) not in used:
+                owners[run_id] = snapshot.uid
+        self._owners = owners
+        snapshots = [_reported(snapshot, owners) for snapshot in snapshots]
         self._gone_since, self._complained, self._expired = gone, complained, expired
         self._remove_drafts()
-        names = ((header.run_id, header.rank) for _, header in expired.values())
+        names = ((_shown_id(owners, header.run_id, about.st_uid), header.rank) for about, header in expired.values())
         return Found(snapshots=tuple(snapshots), broken=len(complained), expired=frozenset(names))
 
     def _remove_drafts(self) -> None:
         """Remove temporary files of ranks that were killed before they could rename them."""
-        with contextlib.suppress(OSError):
-            for path in self._folder.iterdir():
-                if _DRAFT.fullmatch(path.name):
-                    about = path.stat(follow_symlinks=False)
-                    if time.time() - about.st_mtime >= self.keep["dead"]:
-                        _remove(path, about)
+        for folder in (self._folder, *(folder for folder, _ in self._users.folders())):
+            with contextlib.suppress(OSError):
+                for path in _entries(folder):
+                    if _DRAFT.fullmatch(path.name):
+                        about = path.stat(follow_symlinks=False)
+                        if time.time() - about.st_mtime >= self.keep["dead"]:
+                            _remove(path, about)
+
+    def _files(self) -> Iterator[tuple[Path, int | None]]:
+        """Yield the paths of stats files, and the user id that their owner must have (None: any trusted user)."""
+        for path in find_stats_files(self._folder)[:_MAX_FILES]:
+            yield path, None
+        for folder, uid in self._users.folders():
+            with contextlib.suppress(OSError):
+                files = sorted(path for path in _entries(folder) if is_stats_file(path.name))
+                for path in files[:_MAX_USER_FILES]:
+                    yield path, uid
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield the paths of the first entries of a folder, because a user may create any number of them."""
+    with os.scandir(folder) as listing:
+        for entry in itertools.islice(listing, _MAX_FILES):
+            yield Path(entry.path)
+
+
+def _shown_id(owners: Mapping[str, int], run_id: str, uid: int) -> str:
+    return run_id if owners.get(run_id, uid) == uid else f"{run_id}@{uid}"
+
+
+def _reported(snapshot: Snapshot, owners: Mapping[str, int]) -> Snapshot:
+    """Return a snapshot with its reported run id and, if another user wrote it, with shorter texts and fewer paths."""
+    header, uid = snapshot.header, snapshot.uid
+    run_id = _shown_id(owners, header.run_id, uid)
+    if trusted(uid):
+        return snapshot if run_id == header.run_id else replace(snapshot, header=replace(header, run_id=run_id))
+    paths = [path if may_store(path, uid) else "" for path in header.paths[:_MAX_USER_PATHS]]
+    info = {name: value[:_MAX_TEXT] for name, value in header.info.items()}
+    return replace(snapshot, header=replace(header, run_id=run_id, info={**info, "paths": json.dumps(paths)}))
 
 
 def _remove(path: Path, about: os.stat_result) -> None:

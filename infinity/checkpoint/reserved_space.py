@@ -80,7 +80,7 @@ class CheckpointSpace:
             StorageError: if the file cannot be created.
         """
         self._file.unlink(missing_ok=True)  # left by a run that was killed
-        reserve(self._file, checkpoints * self._each)
+        reserve(self._file, checkpoints * self._each, [self._file.parents[1]])
         self._size = checkpoints * self._each
 
     def hold(self, checkpoints: int) -> None:

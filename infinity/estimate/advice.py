@@ -15,7 +15,11 @@ from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
 LEAST_GAIN = 0.02
-"""Minimum fraction of the time per token that a change must save to be suggested."""
+"""Minimum fraction of the time, or of the bytes written, per token that a change must save to be suggested."""
+WORN_DAYS = 5 * 365.0
+"""Drives wear out too early if they reach their rated endurance within this number of days. Data sheets of NVMe drives
+for data centers rate the endurance for a warranty of five years.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +44,18 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
     """Return the changes that save the most time or the most drive writes per token, largest time savings first.
 
     Up to `number` changes save time. If none of them is the one that saves the most writes, that change is added,
-    provided that it does not increase the time per token.
+    provided that it does not increase the time per token. If the drives would reach their rated endurance within
+    `WORN_DAYS`, up to `number` changes that save writes are added, even those that increase the time per token.
 
     Args:
         before: Estimate of the unchanged run.
-        number: Maximum number of changes that save time.
+        number: Maximum number of changes that save time, and of changes that save writes of drives that wear out.
     """
     found = []
+    worn = before.drive_days is not None and before.drive_days < WORN_DAYS
     each, written = _step_seconds(before) / before.workload.batch_tokens, _written(before)
     for what, price, one in _changes(before):
-        if _least_seconds(before, one) / one.workload.batch_tokens > each:
+        if not worn and _least_seconds(before, one) / one.workload.batch_tokens > each:
             continue  # no plan can make up for this
         try:
             after = _after(before, one)
@@ -57,13 +63,13 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
             continue
         saved = 1 - _step_seconds(after) / after.workload.batch_tokens / each
         writes_saved = 1 - _written(after) / written if written else 0.0
-        if len(after.problems) <= len(before.problems):
+        if len(after.shortfalls) <= len(before.shortfalls):
             found.append(Change(what=what, price=price, result=after, saved=saved, writes_saved=writes_saved))
     found.sort(key=lambda change: -change.saved)
     best = [change for change in found if change.saved >= LEAST_GAIN][:number]
-    gentle = [change for change in found if change.saved >= 0 and change.writes_saved >= LEAST_GAIN]
-    gentlest = max(gentle, key=lambda change: change.writes_saved, default=None)
-    return best if gentlest is None or gentlest in best else [*best, gentlest]
+    gentle = [change for change in found if (worn or change.saved >= 0) and change.writes_saved >= LEAST_GAIN]
+    gentle.sort(key=lambda change: (-change.writes_saved, -change.saved))
+    return best + [change for change in gentle[: number if worn else 1] if change not in best]
 
 
 def _step_seconds(of: Estimate) -> float:

@@ -9,22 +9,22 @@ bandwidth of a link or the checksum speed, parameters by the update speed, and p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.budget import Budget, choose_budget, device_update_bytes
 from infinity.config import Config
-from infinity.content.format import ITEMSIZE, Role
+from infinity.content.format import FORMATS, ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, FSDPModuleShape, ModelShape
 from infinity.memory.limits import device_margin
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
 from infinity.schedule.planner import Plan, Simulation, Traffic
 from infinity.schedule.predicted_trace import expected_events
-from infinity.schedule.schedule_choice import choose_plan, resolve_schedule
+from infinity.schedule.schedule_choice import choose_simulation, resolve_schedule
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
 from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.timing import OtherResources
@@ -44,6 +44,10 @@ BEHIND = 2
 _UNLIMITED_BANDWIDTH = 1e18
 """Bandwidth, in bytes per second, at which the time for drive I/O is negligible."""
 _MOST_TOKENS = 1 << 34
+_LOSS_TOKENS = 1024
+"""Number of tokens per slice of the loss that is suggested if device memory is too small."""
+_NO_REMEDY = {"device": "not even one sequence per rank fits; use more ranks, shorter sequences or more device memory"}
+"""Advice for resources for which no change that was estimated helps."""
 _ACTIVATIONS = 34
 """Bytes that a layer keeps for backward in 16-bit precision, per token per element of `hidden`. The attention
 implementation is assumed not to store the attention matrix (Korthikanti et al., "Reducing Activation Recomputation in
@@ -451,32 +455,136 @@ class Estimate:
         """
         return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Reasons why the run does not fit, each with a value and the setting to change. Empty if the run fits."""
-        found = []
+    @cached_property
+    def shortfalls(self) -> dict[str, str]:
+        """Resources that are too small (``drives``, ``device`` or ``host``), each with the values. Requires no plan."""
+        found = {}
         drives, device = self.machine.drives, self.machine.device
         need = self.first_drive_bytes * self.machine.ranks_per_node
         if drives.space_bytes and need > drives.space_bytes:
-            found.append(
+            found["drives"] = (
                 f"the run needs {format_size(need)} on the drives of each node, which have "
-                f"{format_size(drives.space_bytes)} free; free space, use more drives or ranks, or choose a smaller "
-                'state.format ("split" is bitwise equal)'
+                f"{format_size(drives.space_bytes)} free"
             )
         if device.memory_bytes and self.working_bytes > device.memory_bytes:
-            found.append(
+            found["device"] = (
                 f"computation needs about {format_size(self.working_bytes)} of device memory, but {device.name} has "
-                f"{format_size(device.memory_bytes)}; use more micro-batches, activation checkpointing or --loss-tokens"
+                f"{format_size(device.memory_bytes)}"
             )
         need, cache_slots = len(self.activations.pages) * self.activations.tensors, self.budget.activation_cache_slots
         if self.settings.activations.tier == "host" and need > cache_slots:
             page_bytes = self.layout.page_bytes
-            found.append(
+            found["host"] = (
                 f"activations need {format_size(need * page_bytes)} of host memory ({need} pages), but "
-                f"{format_size(cache_slots * page_bytes)} are reserved for them; set activations.host_bytes to "
-                f'{format_setting(need * page_bytes)} or more, or set activations.tier = "nvme"'
+                f"{format_size(cache_slots * page_bytes)} are reserved for them"
             )
+        return found
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Reasons why the run does not fit, each with a value and the changes that help. Empty if the run fits.
+
+        Every change has been estimated: with it, the resource suffices, and no other resource becomes too small.
+        """
+        remedies = {"drives": self._drive_remedies, "device": self._device_remedies, "host": self._host_remedies}
+        found = []
+        for name, shortfall in self.shortfalls.items():
+            helping = list(remedies[name]())
+            advice = ", or ".join(helping) if helping else _NO_REMEDY[name]
+            found.append(f"{shortfall}; {advice}")
         return tuple(found)
+
+    def _helps(
+        self,
+        name: str,
+        *,
+        workload: Workload | None = None,
+        machine: Machine | None = None,
+        settings: Config | None = None,
+    ) -> bool:
+        """Return whether changed inputs solve the shortfall of a resource without causing another one."""
+        after = replace(self, workload=workload or self.workload, machine=machine or self.machine)
+        if settings:
+            try:
+                budget = _budget_of(self.model, after.workload, after.machine, settings)
+            except InfinityError:  # the change is not possible for this run
+                return False
+            after = replace(after, settings=settings, budget=budget)
+        return name not in after.shortfalls and after.shortfalls.keys() <= self.shortfalls.keys()
+
+    def _drive_remedies(self) -> Iterator[str]:
+        settings, drives = self.settings, self.machine.drives
+        formats = tuple(FORMATS)
+        for name in formats[formats.index(settings.state.format) + 1 :]:
+            if self._helps("drives", settings=settings.with_values(**{"state.format": name})):
+                yield f'set state.format = "{name}"{" (bitwise equal)" if name == "split" else ""}'
+                break
+        for number in reversed(range(settings.run.retained_checkpoints)):
+            if self._helps("drives", settings=settings.with_values(**{"run.retained_checkpoints": number})):
+                none = ' and run.keep = "never" (nothing is left to resume from)' if not number else ""
+                yield f"set run.retained_checkpoints = {number}{none}"
+                break
+        need = self.first_drive_bytes * self.machine.ranks_per_node
+        count = -(-need * drives.count // drives.space_bytes)
+        if self._helps("drives", machine=self.machine.with_drives(count)):
+            yield f"use {count} such drives per node"
+        yield f"free {format_size(need - drives.space_bytes)}"
+
+    def _device_remedies(self) -> Iterator[str]:
+        work, settings = self.workload, self.settings
+        most = int(work.tokens) // work.sequence
+        powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+        parts = [replace(work, micro_batches=number) for number in powers if number > work.micro_batches]
+        loops = [
+            replace(work, micro_batches=number, layer_major=False)
+            for number in powers
+            if number >= max(2, work.micro_batches) and settings.update.schedule != "in_backward"
+        ]
+        if fitting := self._first_that_helps(parts):
+            yield f"use {fitting.micro_batches} micro-batches"
+        elif work.layer_major and (fitting := self._first_that_helps(loops)):
+            yield f"use a loop over {fitting.micro_batches} micro-batches"
+        if not work.checkpointing and self._helps("device", workload=replace(work, checkpointing=True)):
+            yield "use activation checkpointing"
+        if work.loss_tokens is None and self._helps("device", workload=replace(work, loss_tokens=_LOSS_TOKENS)):
+            yield f"pass --loss-tokens {_LOSS_TOKENS}"
+        if settings.activations.tier == "device":
+            paged = settings.with_values(**{"activations.tier": "nvme"})
+            recomputing = [one for one in (work, *parts) if one.recomputes]
+            if fitting := self._first_that_helps(recomputing, settings=paged):
+                more = f" with {fitting.micro_batches} micro-batches" if fitting is not work else ""
+                yield f'set activations.tier = "nvme"{more}'
+        if fewer := self._with_fewer_tokens(most):
+            parted = f" in {fewer.micro_batches} micro-batches" if fewer.micro_batches > 1 else ""
+            yield f"use at most {fewer.batch_tokens:,} tokens per step{parted}"
+
+    def _first_that_helps(self, tried: Sequence[Workload], settings: Config | None = None) -> Workload | None:
+        return next((one for one in tried if self._helps("device", workload=one, settings=settings)), None)
+
+    def _with_fewer_tokens(self, most: int) -> Workload | None:
+        """Return the workload with the most sequences that fit device memory, or ``None`` if not even one fits.
+
+        Args:
+            most: Number of sequences per rank of the workload.
+        """
+        work = self.workload
+
+        def of(number: int) -> Workload:
+            tokens = number * work.sequence * work.world_size
+            whole = replace(work, batch_tokens=tokens, micro_batches=min(work.micro_batches, number))
+            return whole if self._helps("device", workload=whole) else replace(whole, micro_batches=number)
+
+        low, high = 0, most  # the number of sequences that fit is in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._helps("device", workload=of(middle)) else (low, middle)
+        return of(low) if low else None
+
+    def _host_remedies(self) -> Iterator[str]:
+        need = len(self.activations.pages) * self.activations.tensors * self.layout.page_bytes
+        yield f"set activations.host_bytes to {format_setting(need)} or more"
+        if self._helps("host", settings=self.settings.with_values(**{"activations.tier": "nvme"})):
+            yield 'set activations.tier = "nvme"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -599,6 +707,30 @@ def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> boo
     return wanted == "cuda" or (wanted == "auto" and there < machine.update(form))
 
 
+def _budget_of(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Budget:
+    """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule."""
+    if workload.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {workload.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
+    fsdp_modules, formats = model.specs(
+        workload.optimizer,
+        world_size=workload.world_size,
+        computed=workload.computed,
+        state_format=settings.state.format,
+    )
+    if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
+        raise ConfigError(f'state.format = "{settings.state.format}" has no effect for this model; set "fp32"')
+    memory = settings.memory
+    if settings.activations.tier == "host" and not machine.device.link:
+        raise ConfigError(
+            'activations.tier = "host" requires an accelerator, but the model computes in host memory; set "device" or '
+            '"nvme"'
+        )
+    return choose_budget(
+        fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
+        device=machine.device.link > 0, activations=settings.activations,
+    )  # fmt: skip
+
+
 def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
     """Plan a run without a model and return the estimate.
 
@@ -617,26 +749,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         BudgetError: If the host cache is too small. The message states the smallest size that works.
         ConfigError: If the optimizer is unknown, the update schedule is impossible, or the state format has no effect.
     """
-    if workload.optimizer not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {workload.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
-    fsdp_modules, formats = model.specs(
-        workload.optimizer,
-        world_size=workload.world_size,
-        computed=workload.computed,
-        state_format=settings.state.format,
-    )
-    if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
-        raise ConfigError(f'state.format = "{settings.state.format}" has no effect for this model; set "fp32"')
-    memory = settings.memory
-    if settings.activations.tier == "host" and not machine.device.link:
-        raise ConfigError(
-            'activations.tier = "host" requires an accelerator, but the model computes in host memory; set "device" or '
-            '"nvme"'
-        )
-    budget = choose_budget(
-        fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
-        device=machine.device.link > 0, activations=settings.activations,
-    )  # fmt: skip
+    budget = _budget_of(model, workload, machine, settings)
     events = _step_events(model, workload)
     wanted = settings.update.schedule
     name = resolve_schedule(wanted, events, late=workload.clipping)
@@ -645,13 +758,13 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
             'update.schedule = "in_backward" cannot be used with clipping or a loop over micro-batches; set "auto"'
         )
     on_device = updates_on_device(settings, machine, budget.layout)
-    device_bytes = memory.device_bytes
+    device_bytes = settings.memory.device_bytes
     if not machine.device.link:
         device_bytes = 0
     elif not device_bytes:
         updates = device_update_bytes(budget.layout) if on_device else 0
         device_bytes = spare_bytes(model, workload, machine, updates, paged=settings.activations.tier != "device")
-    update_schedule, plan = choose_plan(
+    update_schedule, simulation = choose_simulation(
         name,
         events,
         budget.layout,
@@ -671,7 +784,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         resolved_schedule=update_schedule,
         device_bytes=device_bytes,
         updates_on_device=on_device,
-        plan=plan,
-        simulation=Simulation(plan, budget.layout, threaded=machine.threaded),
+        plan=simulation.plan,
+        simulation=simulation,
         link_traffic=link_traffic(events, budget.layout, update_schedule, update_on_device=on_device),
     )

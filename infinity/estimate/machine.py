@@ -55,6 +55,19 @@ class Accelerator:
     """Device memory, in bytes. 0: the device computes in host memory."""
     link: float = 0.0
     """Bandwidth between host and device in each direction, in bytes per second. 0: no copies are needed."""
+    fabric: float = 0.0
+    """Bandwidth in collectives over links between the accelerators of a node, in bytes per second. 0: there are none.
+    """
+    cores: int = 0
+    """Number of CPU cores per accelerator in a typical node. 0: unknown."""
+
+    @property
+    def interconnect(self) -> float:
+        """Bandwidth in collectives between the ranks of a node, in bytes per second. 0: unknown.
+
+        Without links between accelerators, data passes through host memory, so each byte is copied twice.
+        """
+        return self.fabric or self.link / 2
 
 
 REACHED = 0.4
@@ -62,31 +75,49 @@ REACHED = 0.4
 models.
 """
 
-_PEAKS: Mapping[str, tuple[float, float, float]] = {
-    "a10g": (125e12, 24, 25e9),
-    "a100-40gb": (312e12, 40, 25e9),
-    "a100": (312e12, 80, 25e9),
-    "b200": (2250e12, 180, 55e9),
-    "gh200": (989e12, 96, 300e9),
-    "h100": (989e12, 80, 55e9),
-    "h200": (989e12, 141, 55e9),
-    "l4": (121e12, 24, 25e9),
-    "l40s": (362e12, 48, 25e9),
-    "mi250x": (383e12, 128, 25e9),
-    "mi300x": (1307e12, 192, 55e9),
-    "rtx3090": (71e12, 24, 25e9),
-    "rtx4090": (165e12, 24, 25e9),
-    "rtx5090": (209e12, 32, 55e9),
-    "v100": (125e12, 32, 12e9),
+REACHED_IN_COLLECTIVES = 0.8
+"""Assumed fraction of the one-way bandwidth of links between accelerators that collectives achieve. NCCL's tests report
+a bus bandwidth of 230 to 250 GB/s on eight A100, whose NVLink transfers 300 GB/s in each direction.
+"""
+
+_DATA_SHEETS: Mapping[str, tuple[float, float, float, float, int]] = {
+    "a10g": (125e12, 24, 25e9, 0.0, 12),
+    "a100-40gb": (312e12, 40, 25e9, 600e9, 16),
+    "a100": (312e12, 80, 25e9, 600e9, 16),
+    "b200": (2250e12, 180, 55e9, 1800e9, 14),
+    "gh200": (989e12, 96, 300e9, 900e9, 72),
+    "h100": (989e12, 80, 55e9, 900e9, 14),
+    "h200": (989e12, 141, 55e9, 900e9, 14),
+    "l4": (121e12, 24, 25e9, 0.0, 12),
+    "l40s": (362e12, 48, 25e9, 0.0, 12),
+    "mi250x": (383e12, 128, 25e9, 800e9, 16),
+    "mi300x": (1307e12, 192, 55e9, 896e9, 12),
+    "rtx3090": (71e12, 24, 25e9, 0.0, 8),
+    "rtx4090": (165e12, 24, 25e9, 0.0, 8),
+    "rtx5090": (209e12, 32, 55e9, 0.0, 8),
+    "v100": (125e12, 32, 12e9, 300e9, 6),
 }
-"""Data sheet values by accelerator name: peak FLOP/s for dense bf16 (fp16 for the V100) with fp32 accumulation, memory
-in GiB, and achievable bandwidth of the link to the host in bytes per second (PCIe 3, 4 or 5 with 16 lanes, or
-NVLink-C2C).
+"""Data sheet values by accelerator name:
+
+- peak FLOP/s for dense bf16 (fp16 for the V100) with fp32 accumulation;
+- memory in GiB;
+- achievable bandwidth of the link to the host in bytes per second (PCIe 3, 4 or 5 with 16 lanes, or NVLink-C2C);
+- bandwidth of NVLink or Infinity Fabric to the other accelerators of a node, as the sum of both directions, in bytes
+  per second (SXM modules; 0: none);
+- physical CPU cores per accelerator in a common node: DGX A100, H100, H200 and B200; AWS g5, g6, g6e and p3dn with
+  eight GPUs; Azure ND MI300X v5; Frontier (MI250X); Grace (GH200); a desktop with eight cores (GeForce).
 """
 
 ACCELERATORS: Mapping[str, Accelerator] = {
-    name: Accelerator(name=name, flops=REACHED * peak, memory_bytes=int(memory * GIB), link=link)
-    for name, (peak, memory, link) in _PEAKS.items()
+    name: Accelerator(
+        name=name,
+        flops=REACHED * peak,
+        memory_bytes=int(memory * GIB),
+        link=link,
+        fabric=REACHED_IN_COLLECTIVES * fabric / 2,
+        cores=cores,
+    )
+    for name, (peak, memory, link, fabric, cores) in _DATA_SHEETS.items()
 }
 """Accelerators that can be passed to `infinity plan --gpu`."""
 

@@ -33,6 +33,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_DEEPSPEED = ("*_optim_states.pt", "*/*_optim_states.pt", "zero/*/fp32.pt")  # the last one: universal checkpoints
 _TORCH_FILES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -162,6 +163,11 @@ def _instead(folder: Path) -> str:
     if any(folder.glob("adapter_model.*")):
         return (
             "it contains an adapter: merge it into its base model with peft, and save the result with save_pretrained"
+        )
+    if any(next(folder.glob(pattern), None) for pattern in _DEEPSPEED):
+        return (
+            f"it is a DeepSpeed checkpoint: convert its weights with `python zero_to_fp32.py {folder} FOLDER "
+            "--safe_serialization`, and pass FOLDER; its optimizer state cannot be imported (docs/how-to/migrate.md)"
         )
     others = sorted(file.name for file in folder.glob("*.safetensors*"))
     if others:

@@ -13,20 +13,14 @@ from infinity import torch_private
 from infinity.errors import UnsupportedError
 from infinity.fsdp.conversions import check_conversions
 from infinity.fsdp.gradient import Gradient, PagedGradient
+from infinity.fsdp.passes import Passes, PassListener
 from infinity.fsdp.shard import PagedShard, ShardHandle, ShardSource
 from infinity.fsdp.sharded_model import Member, ShardedModel, check_gradient_dtype
 from infinity.telemetry.ledger import Ledger
 
 
-class ModelListener(Protocol):
+class ModelListener(PassListener, Protocol):
     """Listener for the forward passes and gradients of a model's training steps."""
-
-    def forward(self, grad_enabled: bool) -> None:
-        """Called when an outermost forward begins, that is, one outside of any other FSDP module's forward.
-
-        Args:
-            grad_enabled: Whether grad mode is enabled.
-        """
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run.
@@ -43,7 +37,9 @@ class ModelListener(Protocol):
 class Attachment:
     """Paged shards that replace a model's local tensors, and the FSDP2 hooks that `detach` removes."""
 
-    def __init__(self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger) -> None:
+    def __init__(
+        self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger, *, alone: bool
+    ) -> None:
         """Attach to a model. The current values of its parameters are discarded.
 
         Args:
@@ -51,6 +47,7 @@ class Attachment:
             source: Storage that provides the content of the shards.
             listener: Listener for the model's forwards and gradients.
             ledger: Ledger that records the time of collectives.
+            alone: Whether there is only one rank.
 
         Raises:
             UnsupportedError: If a parameter's local tensor cannot be replaced. Hooks that were already set are removed.
@@ -67,30 +64,9 @@ class Attachment:
             undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(check_conversions(sharded.model))
 
-            running: list[nn.Module] = []  # FSDP modules whose forward is running, outermost first
-
-            # Only the outermost FSDP module notifies the listener, because activation checkpointing runs inner modules
-            # under no_grad and recomputes them in backward.
-            def entered(module: nn.Module) -> None:
-                again = module is sharded.model or any(other is module for other in running)
-                if again and not torch_private.in_backward():
-                    running.clear()  # left by an interrupted forward: torch calls `end` only after an `Exception`
-                if not running:
-                    listener.forward(torch.is_grad_enabled())
-
-            def begin(module: nn.Module, args: Any) -> None:
-                entered(module)
-                running.append(module)
-
-            def end(module: nn.Module, args: Any, output: Any) -> None:
-                if running and running[-1] is module:  # `begin` did not run if an earlier hook failed
-                    running.pop()
-
-            for module in sharded.model.modules():
-                if torch_private.is_sharded_module(module):
-                    undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
-                    undo.callback(module.register_forward_hook(end, always_call=True).remove)
-                    undo.callback(torch_private.before_forward_methods(module, partial(entered, module)))
+            self.passes = Passes(sharded.model, listener, alone=alone)
+            """The model's passes."""
+            self.passes.observe(undo)
             unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
             undo.callback(sharded.model.register_forward_pre_hook(unchanged, prepend=True).remove)
             self._undo = undo.pop_all()

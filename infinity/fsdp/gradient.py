@@ -17,7 +17,15 @@ from torch.utils._pytree import tree_map
 
 from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, is_collective, make_view, makes_views, written
+from infinity.fsdp.paged_tensor import (
+    WithoutMemory,
+    changes_memory,
+    is_collective,
+    leaves_others_waiting,
+    make_view,
+    makes_views,
+    written,
+)
 from infinity.memory.device import open_device
 
 aten = torch.ops.aten
@@ -87,6 +95,9 @@ class Gradient(Protocol):
 
     def norm(self) -> torch.Tensor | None:
         """Return the L2 norm of this rank's elements as a scalar, or ``None`` if it is not known."""
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
 
 
 class PagedGradient(WithoutMemory):
@@ -211,10 +222,13 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
     """Run an operation on loaded elements, and store the gradients that it changed."""
     changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
     if changed and is_collective(func):
-        raise UnsupportedError(
+        error = UnsupportedError(
             f"{func} would write to the gradient of {changed[0].gradient}, but collectives cannot write to pages; run "
             "it on copy = gradient.clone(), and then call gradient.copy_(copy)"
         )
+        if leaves_others_waiting(func):
+            changed[0].gradient.fail(error)
+        raise error
     if changed and changes_memory(func):
         raise UnsupportedError(f"{func} would change the gradient's shape or storage: {changed[0].no_memory_message()}")
     loaded = _Loaded()

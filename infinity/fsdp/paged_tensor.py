@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity import torch_private
@@ -50,6 +51,9 @@ class TensorHandle(Protocol):
         Args:
             content: New elements in the shape, dtype and device of the tensor that `load` returns.
         """
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
 
 
 class WithoutMemory(torch.Tensor):
@@ -230,10 +234,16 @@ class PagedTensor(WithoutMemory):
         if isinstance(first, PagedTensor):
             if func is aten.detach_.default:  # autograd has already detached it
                 return first
+            if func is aten.is_pinned.default:  # torch.distributed.checkpoint asks each tensor before saving it
+                return False
             if makes_views(func):
                 return first._viewed(func, args[1:], kwargs)
             if func is aten.copy_.default and first._is_all:  # overwrites all elements, so no load is needed
-                value = args[1].dense() if isinstance(args[1], PagedTensor) else args[1]
+                value = args[1]
+                if isinstance(value, PagedTensor):
+                    if value.handle == first.handle and value._is_all:
+                        return first
+                    value = value.dense()
                 whole = torch.empty(first.shape, dtype=first.dtype, device=first.device).copy_(value)
                 first.handle.save(whole.view(-1))
                 return first
@@ -304,6 +314,18 @@ def _receives(func: Any) -> bool:
     return is_collective(func) and func._schema.name.endswith(("_", "::irecv"))
 
 
+def leaves_others_waiting(func: Any) -> bool:
+    """Return whether an operation that is not supported on this rank is supported on other ranks, which would wait.
+
+    All ranks write to the tensors of most collectives, so all of them raise an error. However, the sender of a message
+    only reads, as do the ranks whose tensors another rank gathers.
+    """
+    return func._schema.name.rpartition("::")[2] in _ONE_RANK_WRITES and dist.get_world_size() > 1
+
+
+_ONE_RANK_WRITES = {"recv_", "recv_any_source_", "irecv", "gather_"}
+
+
 def changes_memory(func: Any) -> bool:
     """Return whether an operation changes the shape, strides or storage of a tensor in place."""
     return torch.Tag.inplace_view in func.tags or func.overloadpacket in _REPLACES
@@ -319,10 +341,13 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed = {id(tensor.handle): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
     names = ", ".join(tensor.handle.name for tensor in changed.values())
     if changed and is_collective(func):
-        raise UnsupportedError(
+        error = UnsupportedError(
             f"{func} would write to {names}, but collectives cannot write to tensors on NVMe; run it on "
             "copy = tensor.clone(), and then call tensor.copy_(copy) under torch.no_grad()"
         )
+        if leaves_others_waiting(func):
+            next(iter(changed.values())).handle.fail(error)
+        raise error
     if changed and changes_memory(func):
         raise UnsupportedError(
             f"{func} would change the shape or storage of {names}, which is on NVMe; use tensor.copy_(values) instead"

@@ -38,6 +38,9 @@ class ShardSource(Protocol):
     def save(self, shard: int, content: torch.Tensor) -> None:
         """Replace the elements of a shard by `content`, which has no padding."""
 
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
+
 
 @dataclass(frozen=True, eq=False)
 class ShardHandle:
@@ -63,6 +66,10 @@ class ShardHandle:
     def save(self, content: torch.Tensor) -> None:
         """Replace the elements by `content`, which has no padding."""
         self.source.save(self.shard, content)
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
+        self.source.fail(error)
 
 
 class PagedShard(PagedTensor):

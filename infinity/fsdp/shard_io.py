@@ -88,7 +88,7 @@ class ShardIO:
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
         self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
-        # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
+        # Bytes that `load_section` has returned, minus the entries that `_held` has consumed from `_returned`.
         self._loaded = 0
         # Sizes, in bytes, of loaded tensors that have been freed. Any thread may append to it, even from within the
         # garbage collector, where taking a lock could deadlock. `deque.append` is atomic and needs no lock.
@@ -130,12 +130,18 @@ class ShardIO:
             raise InfinityError(self._why_closed)
         return self._open
 
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`. Without an open run, do nothing."""
+        if self._open is not None:
+            self._open.pager.fail(error)
+
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the elements of a shard in the compute dtype, padding included, into a flat tensor."""
         placed, listener = self._layout.shards[shard], self._listener
         name = placed.spec.name
         shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
-        with self._ledger.part("python", name, name="gather"), shown:
+        # An interrupt at the end of `no_grad` would leave gradients disabled
+        with interrupts.held(waits=False), self._ledger.part("python", name, name="gather"), shown:
             planned = listener.gathering(shard)
             with torch.no_grad():
                 if planned and self._gpu_prefetcher.has(placed.fsdp_module):
@@ -161,16 +167,12 @@ class ShardIO:
         """Return a copy of the elements of a shard without padding, in the dtype of the parameter, shape (numel,).
 
         Raises:
-            UnsupportedError: If this tensor and the loaded tensors that are still alive would exceed the load limit.
-            InfinityError: See `load_section`.
+            UnsupportedError, InfinityError: See `load_section`.
         """
-        content = self.load_section(shard, MASTER)
-        self._loaded += content.nbytes
-        weakref.finalize(content.untyped_storage(), self._returned.append, content.nbytes).atexit = False
-        return content
+        return self.load_section(shard, MASTER)
 
     def _held(self) -> int:
-        """Return the total size, in bytes, of the tensors from `load` that are still alive."""
+        """Return the total size, in bytes, of the loaded tensors that are still alive."""
         while self._returned:
             self._loaded -= self._returned.popleft()
         return self._loaded
@@ -183,7 +185,7 @@ class ShardIO:
             name: ``master`` or the name of an optimizer state.
 
         Raises:
-            UnsupportedError: See `load`.
+            UnsupportedError: If this tensor and the loaded tensors that are still alive would exceed the load limit.
             InfinityError: If the shard was updated in backward and `step()` has not been called, or if the run is
                 closed.
         """
@@ -196,10 +198,13 @@ class ShardIO:
             held = f" in addition to {format_size(self._loaded)} already loaded" if self._loaded else ""
             raise UnsupportedError(
                 f"loading {placed.spec.name} would use {format_size(size)} of host memory outside the host cache{held} "
-                f"(limit {format_size(self._load_limit)}); to save the model in bounded memory, call "
-                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or optimizer.save_checkpoint()"
+                f"(limit {format_size(self._load_limit)}); to save in bounded memory, call "
+                "torch.distributed.checkpoint.save (dcp.save), optimizer.save_pretrained or optimizer.save_checkpoint"
             )
-        return self.read(shard, name)
+        content = self.read(shard, name)
+        self._loaded += content.nbytes
+        weakref.finalize(content.untyped_storage(), self._returned.append, content.nbytes).atexit = False
+        return content
 
     def read(self, shard: int, name: str) -> torch.Tensor:
         """Return the same section as `load_section`, without applying the load limit.

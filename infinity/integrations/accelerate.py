@@ -26,6 +26,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.safetensors import FILE_BYTES
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.integrations.resume_points import restore_settings, settings_of
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
@@ -218,6 +219,7 @@ class _Served:
         self._accelerator, self._model, self._paged = accelerator, model, paged
         self._checkpoints = Checkpoints(paged, "call prepare(…, resume_from={})")
         self._save, self._load = accelerator.save_state, accelerator.load_state
+        self._settings, self._began = settings_of(paged), paged.steps
 
     def take_over(self) -> None:
         for name in ("no_sync", "save_state", "load_state", "save_model", "get_state_dict"):
@@ -262,6 +264,8 @@ class _Served:
         folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
         with self._apart():
             self._load(str(folder), load_kwargs, **named)
+        if self._paged.steps == self._began:  # schedulers may have been constructed after `prepare`
+            restore_settings(self._paged, self._settings)
 
     def _newest(self) -> Path:
         """Return the folder that Accelerate would load. Raises `ConfigError`."""

@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from infinity.config import Config
 from infinity.store.marker import look_for_runs
@@ -21,3 +24,14 @@ def checkpoint_folders(paths: Iterable[str]) -> dict[str, Path]:
 def with_resume_point(settings: Config, run_id: str, step: int) -> Config:
     """Return settings that resume a run from a checkpoint."""
     return replace(settings, run=replace(settings.run, resume=run_id, resume_step=step))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the settings of an optimizer's param groups."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Undo the changes that the constructor of a scheduler has made to the param groups since `settings_of`."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

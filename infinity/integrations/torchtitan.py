@@ -24,6 +24,7 @@ import infinity
 from infinity.config import Config, load_config
 from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.integrations.resume_points import restore_settings, settings_of
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 
@@ -213,6 +214,7 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
             settings = self.resumed[1].resumed(settings)
         given: Any = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
         self.paged = infinity.offload(model_parts[0], given, settings, init=_initialize)
+        self.settings = settings_of(self.paged)
         self.optimizers = [self.paged]
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,6 +290,9 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         for name, state in self._kept.items():
             if name not in self._config.exclude_from_loading:
                 state.load_state_dict(kept[name])
+        if LR_SCHEDULER not in self._config.exclude_from_loading:
+            # torchtitan constructs its schedulers after the optimizers
+            restore_settings(self._optimizers.paged, self._optimizers.settings)
         return True
 
     @property

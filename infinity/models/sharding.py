@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from infinity.errors import UnsupportedError
 from infinity.formats import transformers_names as names
 
 _log = logging.getLogger("infinity")
+
+_PARAMETER_GROUPS_SINCE = "2.13"  # first tested release of torch with several parameter groups per FSDP module
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -76,13 +79,48 @@ def shard(
         )  # fmt: skip
     elif not candidates:
         _log.warning("%s has no list of layers, so the model is a single FSDP module and is gathered as a whole", name)
-    for module in _keep_in_fp32(model, mp_policy):
-        fully_shard(module, mesh=mesh, mp_policy=_in_fp32(mp_policy), reshard_after_forward=reshard_after_forward)
-    for layer, shares in candidates:
-        if not shares:
-            fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
+    kept = _keep_in_fp32(model, mp_policy)
+    layers = [layer for layer, shares in candidates if not shares]
+    # fully_shard replaces parameters, so the parameters of all modules are listed first.
+    parameters = [(layer, list(layer.parameters())) for layer in layers]
+    parameters.append((model, list(dict.fromkeys(_outside(model, set(layers), set())))))
+    for module, own in parameters:
+        fp32 = [param for param in own if param in kept]
+        apart = 0 < len(fp32) < len(own)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=_in_fp32(mp_policy) if fp32 and not apart else mp_policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=set(fp32) if apart else None,
+        )
+        if apart:
+            torch_private.add_parameter_group(module, fp32, _in_fp32(mp_policy))
     register_generate(model)
+    reject_resizing(model)
+
+
+def reject_resizing(model: nn.Module) -> None:
+    """Make `resize_token_embeddings` of a sharded transformers model raise an error, unless the size is unchanged."""
+    inner = names.pretrained_model(model)
+    for module in () if inner is None else inner.modules():
+        if hasattr(module, "resize_token_embeddings"):
+            module.resize_token_embeddings = partial(_resize, module)
+
+
+def _resize(
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+) -> nn.Module:
+    embeddings: Any = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    wanted, multiple = new_num_tokens or size, pad_to_multiple_of or 1
+    wanted = -(-wanted // multiple) * multiple
+    if wanted != size:
+        raise UnsupportedError(
+            f"the embeddings are sharded and cannot be resized from {size} to {wanted} tokens; pass "
+            f"vocab_size={wanted} to infinity.from_pretrained, or resize before fully_shard"
+        )
+    return embeddings  # type: ignore[no-any-return]
 
 
 def register_generate(model: nn.Module) -> None:
@@ -102,49 +140,29 @@ def _in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _keep_in_fp32(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Module]:
-    """Convert the tensors that transformers keeps in fp32, such as routers, and return their modules.
-
-    FSDP2 computes with one dtype per FSDP module, so these modules become FSDP modules of their own. A parameter whose
-    module also has other parameters, or that is shared with another module, is not converted. If the model is trained
-    in fp32, FSDP2 casts all weights for computation, and layers are not divided, because `micro_batches` does not
-    support nested FSDP modules.
-    """
+def _keep_in_fp32(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Convert the tensors that transformers keeps in fp32, such as routers, and return the parameters among them."""
     trained = {param.dtype for param in model.parameters() if param.is_floating_point()}
     dtype = policy.param_dtype or next(iter(trained - {torch.float32}), torch.float32)
-    kept = names.kept_in_fp32(model, dtype)
-    if not kept:
-        return []
-    owners = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
-    found: list[nn.Module] = []
-    covered: set[str] = set()
-    in_fp32 = trained == {torch.float32}
-    for prefix, module in () if in_fp32 else model.named_modules():
-        inside = {f"{prefix}.{name}": param for name, param in module.named_parameters()}
-        alone = all(owners[id(param)] == 1 for param in inside.values())
-        called = type(module).forward is not nn.Module.forward
-        if inside and called and alone and inside.keys() <= kept and not inside.keys() & covered:
-            found.append(module)
-            covered |= inside.keys()
-            for param in inside.values():
-                param.data = param.data.float()
-    for name in kept - dict(model.named_parameters(remove_duplicate=False)).keys():
+    names_kept = names.kept_in_fp32(model, dtype)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    kept = {params[name] for name in names_kept & params.keys()}
+    supported = torch_private.has_parameter_groups()
+    for param in kept:
+        param.data = param.data.to(torch.float32 if supported or trained == {torch.float32} else dtype)
+    for name in names_kept - params.keys():
         owner, _, key = name.rpartition(".")
         buffers = model.get_submodule(owner)._buffers
         if (buffer := buffers[key]) is not None:
             buffers[key] = buffer.float()
-            covered.add(name)
-    mixed = sorted(kept - covered)
-    for name in () if in_fp32 else mixed:  # FSDP2 requires one dtype per FSDP module
-        model.get_parameter(name).data = model.get_parameter(name).data.to(dtype)
-    if mixed:
+    if kept and not supported:
         _log.warning(
-            "%s computes %s%s in %s, although transformers uses fp32, because FSDP2 computes with one dtype per FSDP "
-            "module; for fp32, pass dtype=torch.float32 and mp_policy=MixedPrecisionPolicy()",
-            torch_private.original_class(model).__name__, mixed[0],
-            f" and {len(mixed) - 1} more" if mixed[1:] else "", dtype,
+            "%s computes %s%s in %s, although transformers uses fp32, because FSDP2 of torch %s computes with one "
+            "dtype per FSDP module; install torch %s or newer",
+            torch_private.original_class(model).__name__, min(names_kept & params.keys()),
+            f" and {len(kept) - 1} more" if len(kept) > 1 else "", dtype, torch.__version__, _PARAMETER_GROUPS_SINCE,
         )  # fmt: skip
-    return found
+    return kept if supported else set()
 
 
 def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:

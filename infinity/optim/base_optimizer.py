@@ -279,12 +279,11 @@ def reject_add_param_group(*_: Any, **__: Any) -> NoReturn:
 
 
 def reject_load_state_dict(*_: Any, **__: Any) -> NoReturn:
-    """Raise an error, because offloaded optimizers do not support `load_state_dict`.
+    """Raise an error, because the base optimizer no longer has the state.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "load_state_dict() is not supported: the optimizer state is stored on NVMe. To continue from a checkpoint, set "
-        "run.resume."
+        "this optimizer was replaced by the one that infinity.offload() returned; call load_state_dict() on that one"
     )

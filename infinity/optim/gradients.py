@@ -112,6 +112,10 @@ class OneGradient:
         self.owner.check(self)
         return None if self.held is not None or self.edits else self.length
 
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
+        self.owner.fail(error)
+
     @property
     def there(self) -> bool:
         """``True`` if the gradient has elements that are neither consumed nor dropped."""
@@ -342,6 +346,11 @@ class Gradients:
         gradient.held, gradient.zero = values, False
         self.changed = True
         self._note_arrival(gradient)
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`. Without an open run, do nothing."""
+        if not self._closed:
+            self._pager.fail(error)
 
     def load(self, gradient: OneGradient) -> torch.Tensor:
         """Return the elements: the held tensor itself, or a copy of the stored elements."""

@@ -74,6 +74,18 @@ class Piece:
     states: dict[str, torch.Tensor]
 
 
+class _FirstAssignments(dict[str, Any]):
+    """State of one parameter that records the first value of each entry, before in-place updates change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.first.setdefault(key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+        super().__setitem__(key, value)
+
+
 class UpdateKernel:
     """Run a copy of one optimizer on slices of parameters.
 
@@ -157,6 +169,24 @@ class UpdateKernel:
         made = type(owner(self._optimizer, settings))
         accepted = inspect.signature(made.__init__).parameters.keys() - {"self", "params"}
         return made(params, **{key: value for key, value in settings.items() if key in accepted})
+
+    def initial_state(self, master: torch.Tensor, settings: Mapping[str, Any], own: Own) -> dict[str, Any]:
+        """Return the state of a parameter before its first update: the values that the optimizer assigns first.
+
+        Args:
+            master: weights of the parameter, in the shape in which the optimizer receives them.
+            settings: settings of the param group.
+            own: return value of `own()`.
+        """
+        param = nn.Parameter(master.clone())
+        if self.builds:
+            return dict(self.build([param], settings).state[param])
+        param.grad = torch.zeros_like(param)
+        made = self.template.over([{**settings, "params": [param]}])
+        vars(made).update({name: copied(value) for name, value in own.items()})
+        found = made.state[param] = _FirstAssignments()
+        torch_private.unhooked_step(made)()
+        return {**made.state[param], **found.first}
 
     # Attributes of the optimizer #
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
 from infinity.content.format import MASTER
@@ -17,7 +18,9 @@ from infinity.content.views import torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard_io import ShardIO
-from infinity.optim.base_optimizer import NO_ENTRIES
+from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer
+from infinity.optim.kernel import StateSpec
+from infinity.optim.optimizer_clone import copied
 from infinity.optim.step import StepRunner
 
 NO_COPIES = (
@@ -30,7 +33,7 @@ NO_COPIES = (
 class StateHandle:
     """Location of one state of one shard. See `infinity.fsdp.paged_tensor.TensorHandle`."""
 
-    shards: ShardIO
+    reader: StateReader
     """Object that reads and writes the state."""
     shard: int
     """Index of the shard in the layout."""
@@ -43,11 +46,15 @@ class StateHandle:
 
     def load(self) -> torch.Tensor:
         """Return a flat copy of the elements on the compute device."""
-        return self.shards.load_section(self.shard, self.kind).to(self.device)
+        return self.reader.load(self.shard, self.kind).to(self.device)
 
     def save(self, content: torch.Tensor) -> None:
         """Replace the elements."""
-        self.shards.save_section(self.shard, self.kind, content)
+        self.reader.save(self.shard, self.kind, content)
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
+        self.reader.fail(error)
 
 
 class StatesOfOne(dict[str, Any]):
@@ -87,15 +94,18 @@ class StatesOfOne(dict[str, Any]):
 
 
 class StateReader:
-    """Read the states of parameters from pages, as of the last step.
+    """Read and write the states of parameters in pages, as of the last step.
+
+    A parameter that was never updated has the state that the optimizer creates before the first update. Its pages
+    receive this state only if one of its tensors is written.
 
     Args:
         layout: pages of this rank.
         shards: reads and writes shards.
         runner: runs the training steps.
+        base_optimizer: base optimizer, which determines the states.
         parameters: shard index of every parameter, in the order of `model.parameters()`.
         names: shard index of every parameter name.
-        made_with_state: whether the constructor of the base optimizer already creates states.
     """
 
     def __init__(
@@ -103,65 +113,172 @@ class StateReader:
         layout: Layout,
         shards: ShardIO,
         runner: StepRunner,
+        base_optimizer: BaseOptimizer,
         parameters: Mapping[nn.Parameter, int],
-        *,
         names: Mapping[str, int],
-        made_with_state: bool,
     ) -> None:
-        self._layout, self._shards, self._runner = layout, shards, runner
+        self._layout, self._shards, self._runner, self._base_optimizer = layout, shards, runner, base_optimizer
         # By id, because `==` would compare the elements of parameters
         self._numbers = {id(param): shard for param, shard in parameters.items()}
+        self._params = {shard: param for param, shard in parameters.items()}  # tied parameters are listed once
         self.parameters = list(parameters)
         """All parameters, in the order of `model.parameters()`."""
-        self._names, self._made_with_state = names, made_with_state
+        self._names = names
+        self._specs: dict[int, StateSpec] = {}  # by shard; contains only trainable shards
+        for group in base_optimizer.optimizer.param_groups:
+            for param in group["params"]:
+                shard = self._numbers.get(id(param), -1)
+                if shard >= 0 and layout.shards[shard].spec.trainable:
+                    self._specs[shard] = base_optimizer.kernel.discover(param, group)
+        # Scalar states of shards that were never updated, which become the current ones when the state is written.
+        self._initial: dict[int, dict[str, Any]] = {}
 
     def updated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have states, in the order of `model.parameters()`."""
         return [param for param in self.parameters if self.has_state(param)]
 
     def has_state(self, param: object) -> bool:
-        """Return whether a parameter has states, i.e. has been updated by an optimizer that keeps states.
+        """Return whether a parameter has states: it has been updated, or the optimizer's constructor creates states.
 
         Raises:
-            InfinityError: under the same conditions as `state_of`.
+            InfinityError: if the parameter was already updated in backward but `step()` has not been called, or if the
+                optimizer is closed.
         """
         self._runner.check_open()
         shard = self._numbers.get(id(param), -1)
-        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+        if not self._keeps_state(shard):
             return False
         self._runner.look(shard)
-        scalars = self._runner.updates.scalars.get(shard)
-        if scalars is None and self._made_with_state:
-            raise InfinityError(
-                f"{self._layout.shards[shard].spec.name} has no state yet because it has never been updated; read it "
-                "after a step in which it has a gradient"
-            )
-        return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
+        return shard in self._runner.updates.scalars or self._base_optimizer.kernel.builds
 
-    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter as they would be in memory, or an empty dict if it was never updated.
+    def _keeps_state(self, shard: int) -> bool:
+        spec = self._specs.get(shard)
+        return spec is not None and bool(spec.kinds or spec.scalars)
+
+    def state_of(self, param: nn.Parameter, *, initial: bool = False) -> dict[str, Any]:
+        """Return the states of a parameter as they would be in memory, or an empty dict if it has none.
 
         The tensors have the shape and sharding of the parameter. They are stored on NVMe, and writes to them persist.
 
         Args:
             param: parameter of the model.
+            initial: whether to return the state that the first update will create if the parameter was never updated.
 
         Raises:
-            InfinityError: if the parameter was already updated in backward but `step()` has not been called, if it was
-                never updated although the optimizer's constructor creates states, or if the optimizer is closed.
+            InfinityError: under the same conditions as `has_state`.
             UnsupportedError: if a state is larger than the limit for unplanned reads.
         """
-        if not self.has_state(param):
+        shard = self._numbers.get(id(param), -1)
+        if not (self._keeps_state(shard) if initial else self.has_state(param)):
             return StatesOfOne()
-        shard = self._numbers[id(param)]
-        kinds = self._layout.format_of(shard).kinds
+        kinds = self._specs[shard].kinds
         states = {kind: torch_private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
-        return StatesOfOne({**states, **self._runner.updates.scalars[shard]})
+        return StatesOfOne({**states, **self._scalars(shard)})
 
     def _stored(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
         spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
-        handle = StateHandle(self._shards, shard, kind, f"{kind} of {spec.name}", device)
+        handle = StateHandle(self, shard, kind, f"{kind} of {spec.name}", device)
         return PagedTensor.stored(handle, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
+
+    def _scalars(self, shard: int) -> dict[str, Any]:
+        current = self._runner.updates.scalars.get(shard)
+        if current is not None:
+            return current
+        if shard not in self._initial:
+            created = self._sample(shard)
+            self._initial[shard] = {key: created[key] for key in self._specs[shard].scalars if key in created}
+        return self._initial[shard]
+
+    def _sample(self, shard: int) -> dict[str, Any]:
+        """Return the state that the optimizer creates for a single weight of 1."""
+        param = self._params[shard]
+        return self._created(shard, torch.ones((1,) * param.ndim, dtype=param.dtype, device=param.device))
+
+    def _created(self, shard: int, master: torch.Tensor) -> dict[str, Any]:
+        """Return the state that the optimizer creates for a shard with the weights `master`."""
+        base = self._base_optimizer
+        return base.kernel.initial_state(master, base.settings_of([shard])[shard], base.kernel.own())
+
+    def load(self, shard: int, kind: str) -> torch.Tensor:
+        """Return a flat copy of one state of a shard."""
+        self._runner.look(shard)
+        if shard in self._runner.updates.scalars:
+            return self._shards.load_section(shard, kind)
+        spec, dtype = self._layout.shards[shard].spec, torch_dtype(self._layout.format_of(shard).dtypes[kind])
+        if not self._sample(shard)[kind].any():
+            return torch.zeros(spec.numel, dtype=dtype)
+        master = self._shards.load(shard).view(torch_private.local_part(self._params[shard]).shape)
+        initial: torch.Tensor = self._created(shard, master)[kind]
+        return initial.to(dtype).reshape(-1)
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`."""
+        self._shards.fail(error)
+
+    def save(self, shard: int, kind: str, content: torch.Tensor) -> None:
+        """Replace one state of a shard. If the shard was never updated, its other states become the initial ones."""
+        self._runner.look(shard)
+        if shard not in self._runner.updates.scalars:
+            for other, _ in self._specs[shard].kinds:
+                if other != kind:
+                    self._shards.save_section(shard, other, self.load(shard, other))
+            self._runner.updates.scalars[shard] = self._scalars(shard)
+        self._shards.save_section(shard, kind, content)
+
+    def load_state_dict(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Replace the states of all parameters. See `PagedOptimizer.load_state_dict`.
+
+        Args:
+            groups: saved param groups. Their `params` are keys of `state`.
+            state: saved states by parameter.
+
+        Raises:
+            ValueError: if the states do not match this optimizer. Nothing is changed.
+        """
+        here = [group["params"] for group in self._base_optimizer.optimizer.param_groups]
+        if [len(group["params"]) for group in groups] != [len(params) for params in here]:
+            raise ValueError(
+                f"the state dict has param groups of {[len(group['params']) for group in groups]} parameters, but this "
+                f"optimizer has {[len(params) for params in here]}. Create the optimizer with the saved param groups."
+            )
+        saved = {
+            self._numbers[id(param)]: {k: v for k, v in state.get(key, {}).items() if v is not None}
+            for params, group in zip(here, groups, strict=True)
+            for param, key in zip(params, group["params"], strict=True)
+        }
+        for shard, values in saved.items():
+            self._check_loadable(shard, values)
+        for shard, values in saved.items():
+            if values:
+                self._replace(shard, values)
+            elif shard in self._specs:
+                self._runner.look(shard)
+                self._runner.updates.scalars.pop(shard, None)
+
+    def _check_loadable(self, shard: int, values: Mapping[str, Any]) -> None:
+        spec, name = self._specs.get(shard), self._layout.shards[shard].spec.name
+        expected = {*(kind for kind, _ in spec.kinds), *spec.scalars} if spec is not None else set()
+        if values and values.keys() != expected:
+            raise ValueError(
+                f"the state dict has {', '.join(sorted(map(str, values)))} for {name}, but {self._base_optimizer.name} "
+                f"keeps {', '.join(sorted(expected)) or 'no state'} for it. Load the state of the same optimizer."
+            )
+        param = self._params[shard]
+        for kind, _ in spec.kinds if spec is not None and values else ():
+            value = values[kind]
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape or not _sharded_alike(value, param):
+                raise ValueError(
+                    f"{kind} of {name} is {_described(value)}, but must be sharded like the parameter, "
+                    f"{_described(param)}. Load it with torch.distributed.checkpoint.state_dict.set_state_dict."
+                )
+
+    def _replace(self, shard: int, values: Mapping[str, Any]) -> None:
+        states = self.state_of(self._params[shard], initial=True)
+        with torch.no_grad():
+            for kind, _ in self._specs[shard].kinds:
+                states[kind].copy_(values[kind])  # does nothing if torch.distributed.checkpoint has loaded it in place
+        scalars = {key: copied(values[key]) for key in self._specs[shard].scalars}
+        self._runner.updates.scalars[shard] = scalars
 
     def read(self, name: str) -> dict[str, Any]:
         """Return this rank's master weights and states of one parameter. See `PagedOptimizer.read_state`.
@@ -174,6 +291,19 @@ class StateReader:
             raise InfinityError(f"the model has no trained parameter named {name!r}")
         values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
+
+
+def _sharded_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
+    if not isinstance(param, DTensor) or not isinstance(value, DTensor):
+        return isinstance(param, DTensor) == isinstance(value, DTensor)
+    return value.placements == param.placements and value.device_mesh == param.device_mesh
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    placements = f" with placements {value.placements}" if isinstance(value, DTensor) else ""
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}{placements}"
 
 
 class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
@@ -227,6 +357,10 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise `UnsupportedError`, which also prevents pickling of the base optimizer."""
         raise UnsupportedError(NO_COPIES)
+
+    def __bool__(self) -> bool:
+        """Return ``True``, so that `torch.distributed.checkpoint` does not take a step to create the states."""
+        return True
 
     def __contains__(self, param: object) -> bool:
         """Return whether a parameter has states."""

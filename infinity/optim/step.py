@@ -24,6 +24,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.gradient import Gradient
+from infinity.fsdp.passes import RESUME
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.heap import FreedMemory
 from infinity.memory.device import Device
@@ -313,6 +314,38 @@ class StepRunner:
         if not self.has_gradients and self._recording.has_gradients:  # all gradients were dropped
             self._begin()
             self.planner.follow(self.planner.events, waiting=self.updates.waiting)
+
+    def backward_interrupted(self) -> None:
+        """Raise an error because the last backward was interrupted, and the caller did not drop its gradients.
+
+        Raises:
+            InfinityError: always.
+        """
+        self.check_repeat()
+        raise InfinityError(
+            f"the last backward was interrupted; call optimizer.zero_grad() and repeat the step, or {RESUME}"
+        )
+
+    def check_repeat(self) -> None:
+        """Check that a step whose backward was interrupted can be repeated.
+
+        Raises:
+            InfinityError: if an FSDP module was already updated in backward, or an update has failed.
+        """
+        if self._pager.failure is not None:
+            raise self._pager.failure
+        if self.updates.begun:
+            raise InfinityError(
+                f"the last backward was interrupted after some updates had run; {RESUME}. To be able to repeat "
+                'interrupted steps, set update.schedule = "after_backward"'
+            )
+
+    def restart(self) -> None:
+        """Forget how an interrupted step used its gradients, which `reconcile` has dropped.
+
+        Otherwise, an interrupt in the first step would rule out updates in backward.
+        """
+        self._gradients.looked_at = self._looked_between = False
 
     @_one_at_a_time
     def close_arrivals(self) -> None:

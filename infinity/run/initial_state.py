@@ -73,7 +73,7 @@ class Filling:
                 return self._initializer
             if DcpFolder.is_at(weights):
                 return DcpFolder(weights)
-            return PretrainedFolder(weights, self._initializer, strict=strict)
+            return PretrainedFolder(weights, self._initializer, strict=strict, seed=run.settings.run.seed)
 
         self._source: FirstValues | None = None  # None if the pages already exist
         if run.directory.found is None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 from infinity.store.folder import RunFolder
+
+T = TypeVar("T")
 
 
 class LiveState(FullState):
@@ -127,20 +129,24 @@ class LiveState(FullState):
             InfinityError: if the read failed on another rank.
         """
         self._run.ranks.agree((index, name))
-        part = self._part(index, name)
         spec, mine = self.tensors[index], self._specs[index][self._run.ranks.rank].shard_rank
-        if spec.shard_size == 1:
-            return part.view(spec.shape)
-        whole = torch.empty(spec.shape, dtype=part.dtype)
-        for position in range(spec.shard_size):
-            start, stop = spec.slice_of(position)
-            rows = whole.narrow(spec.dim, start, stop - start)
-            if position == mine:
-                rows.copy_(part.view(rows.shape))
-            elif rows.numel():
-                sent = torch.empty(rows.numel() * rows.itemsize, dtype=torch.uint8, device=self._wire)
+
+        def prepare() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+            part = self._shards.read(index, name)
+            if spec.shard_size == 1:
+                return part.view(spec.shape), [], part
+            whole = torch.empty(spec.shape, dtype=part.dtype)
+            bounds = [spec.slice_of(position) for position in range(spec.shard_size)]
+            slices = [whole.narrow(spec.dim, start, stop - start) for start, stop in bounds]
+            slices[mine].copy_(part.view(slices[mine].shape))
+            return whole, slices, torch.empty(max(rows.nbytes for rows in slices), dtype=torch.uint8, device=self._wire)
+
+        whole, slices, buffer = self._together(index, name, prepare)
+        for position, rows in enumerate(slices):
+            if position != mine and rows.numel():
+                sent = buffer[: rows.nbytes]
                 self._run.ranks.receive(sent, self._owners[index][position])
-                rows.copy_(sent.cpu().view(part.dtype).view(rows.shape))
+                rows.copy_(sent.cpu().view(rows.dtype).view(rows.shape))
         return whole
 
     def serve(self) -> None:
@@ -153,13 +159,12 @@ class LiveState(FullState):
         while (wanted := self._run.ranks.agree(None)) is not None:
             index, name = wanted
             try:
-                part = self._part(index, name)
+                sent = self._together(index, name, partial(self._to_send, index, name))
             except Exception as error:  # `together` has also raised it on rank 0, which ends the loop
                 failure = failure or error
                 continue
-            position = self._specs[index][self._run.ranks.rank].shard_rank
-            if part.numel() and self._owners[index][position] == self._run.ranks.rank:
-                self._run.ranks.send(part.contiguous().view(torch.uint8).to(self._wire), 0)
+            if sent.numel():
+                self._run.ranks.send(sent, 0)
         if failure is not None:
             raise failure
 
@@ -168,10 +173,16 @@ class LiveState(FullState):
         with contextlib.suppress(LostRankError):  # a lost rank is not waiting
             self._run.ranks.agree(None)
 
-    def _part(self, index: int, name: str) -> torch.Tensor:
-        """Return this rank's slice as a flat tensor. An error on one rank is raised on all ranks."""
-        action = f"reading {name} of {self.tensors[index].names[0]}"
-        return self._run.ranks.together(action, partial(self._shards.read, index, name))
+    def _to_send(self, index: int, name: str) -> torch.Tensor:
+        """Return the bytes of this rank's slice, or an empty tensor if another rank sends the same slice."""
+        part, rank = self._shards.read(index, name), self._run.ranks.rank
+        if self._owners[index][self._specs[index][rank].shard_rank] != rank:
+            return part[:0]
+        return part.contiguous().view(torch.uint8).to(self._wire)
+
+    def _together(self, index: int, name: str, prepare: Callable[[], T]) -> T:
+        """Prepare the exchange of a tensor. An error on one rank is raised on all ranks before any of them waits."""
+        return self._run.ranks.together(f"reading {name} of {self.tensors[index].names[0]}", prepare)
 
 
 class LiveSaves:

@@ -17,6 +17,8 @@ from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.publish import CheckpointWriter
 from infinity.cleanup import end_all
 from infinity.config import Config, check_config, load_config, with_absolute_paths
+from infinity.content.format import ITEMSIZE
+from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.adapters import save_whole_adapters
 from infinity.fsdp.attach import Attachment
@@ -24,6 +26,7 @@ from infinity.fsdp.saved_activations import SavedActivations
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.fsdp.staging import GpuPrefetcher
+from infinity.models.sharding import reject_resizing
 from infinity.models.weight_source import noted_weights
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.full_parameter import FullParameters, open_slices
@@ -50,7 +53,7 @@ from infinity.run.inspection import (
 from infinity.run.live_state import LiveSaves
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
-from infinity.run.run_directory import RunDirectory, page_bytes_of_checkpoint
+from infinity.run.run_directory import ClaimedPaths, RunDirectory
 from infinity.run.run_name import with_name
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.initialize import InitFunction
@@ -94,7 +97,7 @@ def offload(
             step counts and param group settings. A run that resumes from its own checkpoint does not read `weights`.
         strict: raise an error if safetensors `weights` lack tensors of the model or contain unexpected ones. If
             ``False``, missing tensors are initialized as if `weights` were not passed, unexpected tensors are ignored,
-            and a warning lists both. A shape mismatch is always an error.
+            and a warning lists both. A shape mismatch is always an error, unless the model only has more tokens.
         init: function that is called with every module of a model on the meta device, after the model's own
             initialization (such as `_init_weights` or `reset_parameters`). It sets the remaining values in place.
 
@@ -160,21 +163,25 @@ def offload_inside(
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer already has state. Pass a new optimizer that has not taken a step yet.")
-    # Budget: choose the page layout and the number of cache slots.
     ranks = Ranks.current()
     if ranks.rank == 0:
         warn_of_bf16(sharded)
     check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
     ranks.together("closing earlier runs of this process", partial(open_runs.make_way, settings.storage.paths))
-    checkpointed = page_bytes_of_checkpoint(settings, ranks) if settings.run.resume else 0
-    plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, checkpointed)
-    budget = ranks.together("planning memory", plan)
-    give_shapes(kernel, sharded, optimizer)
-    prepare_encodings(settings, budget.layout, ranks)
-    if shared := shared_slices(kernel, sharded, optimizer):
-        check_exchange(settings, kernel)
-    # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
-    run = _open(settings, ranks, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
+    # Claim the paths and find the checkpoint, then choose the page layout and the number of cache slots.
+    claimed = ClaimedPaths(settings, ranks)
+    try:
+        plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, claimed.page_bytes())
+        budget = ranks.together("planning memory", plan)
+        give_shapes(kernel, sharded, optimizer)
+        prepare_encodings(settings, budget.layout, ranks)
+        if shared := shared_slices(kernel, sharded, optimizer):
+            check_exchange(settings, kernel)
+        # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
+        run = _open(claimed, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
+    except BaseException as error:
+        claimed.release(error)
+        raise
     try:
         filling = Filling(run, sharded, weights, strict, init)
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
@@ -199,13 +206,11 @@ def _check_sources(
         )
 
 
-def _open(
-    settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
-) -> Run:
-    """Lock the NVMe paths and open the components that move pages to and from them."""
-    directory = RunDirectory.take(settings, ranks, budget.layout, optimizer)
+def _open(claimed: ClaimedPaths, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool) -> Run:
+    """Choose the folders of the run and open the components that move pages to and from them."""
+    directory = RunDirectory.take(claimed, budget.layout, optimizer)
     try:
-        return Run(settings, ranks, budget, directory, device, exchanges=exchanges)
+        return Run(claimed.settings, claimed.ranks, budget, directory, device, exchanges=exchanges)
     except BaseException as error:
         end_all(partial(directory.give_up, remove=directory.found is None), cause=error)
         raise
@@ -216,8 +221,6 @@ class _Steps(NamedTuple):
 
     base_optimizer: BaseOptimizer
     """The optimizer that was passed to `offload`."""
-    made_with_state: bool
-    """``True`` if the base optimizer creates its state before the first step."""
     parameters: list[nn.Parameter]
     """Parameters, in the order of their shards."""
     runner: StepRunner
@@ -252,7 +255,9 @@ def _make_steps(
         run.planner, run.worker, base_optimizer, run.ledger, run.freed, parameters, full, run.activations,
     )  # fmt: skip
     run.undo.push(runner.close)
-    load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
+    # One parameter and its states can always be loaded, for example to save them.
+    largest = max(_loaded_bytes(run.layout, shard) for shard in range(len(run.layout.shards)))
+    load_limit = max(_LOAD_LIMIT, run.host_bytes // 2, largest)
     shards = ShardIO(
         run.layout, run.pager, run.device, gpu_prefetcher, runner, run.ledger,
         load_limit=load_limit, allow_new_versions=run.store.allow_edits,
@@ -261,7 +266,12 @@ def _make_steps(
     run.check_not_forked += [runner.end, shards.close]
     described = describe(run, sharded)
     checkpoint_writer = make_checkpoint_writer(run, sharded, described, optimizer)
-    return _Steps(base_optimizer, kernel.builds, parameters, runner, shards, described, checkpoint_writer)
+    return _Steps(base_optimizer, parameters, runner, shards, described, checkpoint_writer)
+
+
+def _loaded_bytes(layout: Layout, shard: int) -> int:
+    """Return the size of the weights and states of a shard when they are loaded."""
+    return layout.shards[shard].spec.numel * sum(ITEMSIZE[dtype] for dtype in layout.format_of(shard).dtypes.values())
 
 
 def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
@@ -269,7 +279,7 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
 
     def listen() -> Attachment:
-        attachment = Attachment(sharded, shards, runner, run.ledger)
+        attachment = Attachment(sharded, shards, runner, run.ledger, alone=run.ranks.world_size == 1)
         run.undo.push(attachment.detach)
         return attachment
 
@@ -277,6 +287,7 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     if run.activations is not None:
         run.undo.push(SavedActivations(sharded, run.activations).detach)
     run.undo.push(save_whole_adapters(sharded.model))
+    reject_resizing(sharded.model)
     checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer)
     base_optimizer.optimizer.state.clear()
     if resumed is not None:
@@ -287,9 +298,9 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
-    states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
+    states = StateReader(run.layout, shards, runner, base_optimizer, of_model, names)
     saves = LiveSaves(run, sharded.model, steps.described, base_optimizer, runner, shards, attachment)
-    paged = PagedOptimizer(base_optimizer, run, runner, states, checkpointer, saves, resumed)
+    paged = PagedOptimizer(base_optimizer, run, runner, attachment.passes, states, checkpointer, saves, resumed)
     # The new run needs its own checkpoint before the user can safely remove the old run.
     if run.directory.source is not None and run.settings.run.retained_checkpoints:
         paged.save_checkpoint(paged.resumed_extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -23,7 +24,8 @@ from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
-from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group, reject_load_state_dict
+from infinity.fsdp.passes import Passes
+from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group
 from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
@@ -62,6 +64,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         base_optimizer: BaseOptimizer,
         run: Run,
         runner: StepRunner,
+        passes: Passes,
         states: StateReader,
         checkpointer: Checkpointer,
         saves: LiveSaves,
@@ -69,7 +72,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._made = False  # set at the end of this constructor
         self._closed = False
-        self._own, self._run, self._runner = base_optimizer, run, runner
+        self._own, self._run, self._runner, self._passes = base_optimizer, run, runner, passes
         self._base_optimizer = base_optimizer.optimizer  # attributes are looked up there
         self._reader, self._checkpointer, self._saves = states, checkpointer, saves
         self._states = PagedStates(states)  # the value of `state`
@@ -149,6 +152,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._passes.check()
         self._own.called()
         runner.reconcile()
         runner.check_new()
@@ -170,12 +174,18 @@ class PagedOptimizer(torch.optim.Optimizer):
             set_to_none: whether to set gradients to None instead of zero.
 
         Raises:
-            InfinityError: if updates with these gradients have already run in backward.
+            InfinityError: if updates with these gradients have already run in backward, or backward was interrupted on
+                one of several ranks.
         """
         self._runner.check_open()
+        if self._passes.interrupted:
+            self._runner.check_repeat()
         self._runner.check_drop()
+        repeated = self._passes.drop()
         super().zero_grad(set_to_none)
         self._runner.reconcile()
+        if repeated:
+            self._runner.restart()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -222,27 +232,52 @@ class PagedOptimizer(torch.optim.Optimizer):
             reject_add_param_group()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise an error, because the state is stored on NVMe and may exceed host memory.
+        """Return the state of the optimizer in the format of `torch.optim.Optimizer.state_dict`.
 
-        Use `save_checkpoint` to save the state, and `read_state` to read the state of one parameter.
+        Its tensors are sharded like the parameters and stored on NVMe. They are read when they are used, so
+        `torch.distributed.checkpoint` saves them, and loads into them, one tensor at a time. `torch.save` would need
+        memory for the complete state; it raises `UnsupportedError` if this exceeds the limit for unplanned reads.
+
+        Parameters that were never updated have the state that their first update will create, so that a plain FSDP2
+        run can load the state dict.
+
+        Example::
+
+            >>> model_state, optimizer_state = get_state_dict(model, optimizer)
+            >>> dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
 
         Raises:
-            UnsupportedError: always.
+            InfinityError: if gradients are pending (call it after `step`).
         """
-        raise UnsupportedError(
-            "state_dict() is not supported: the optimizer state is on NVMe and may not fit in memory. Use "
-            "optimizer.save_checkpoint() to resume with run.resume, optimizer.save_dcp(folder) for "
-            "torch.distributed.checkpoint, or optimizer.read_state(name) for one parameter."
-        )
+        self.check_between("state_dict")
+        found = super().state_dict()
+        # Plain dictionaries, in which torch.distributed.checkpoint can replace scalars
+        state = {key: dict(states) for key, states in found["state"].items()}
+        for group, saved in zip(self.param_groups, found["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                if key not in state and (initial := self._reader.state_of(param, initial=True)):
+                    state[key] = dict(initial)
+        return {**found, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise an error. To load saved state, pass its folder to `infinity.offload` as `weights`, or set
-        ``run.resume``.
+        """Load the state of an optimizer: settings of the param groups, and the states of all parameters.
+
+        A tensor that `torch.distributed.checkpoint` has already loaded in place is not written again. `steps` is not
+        changed.
+
+        Args:
+            state_dict: return value of `state_dict`, or the state dict of the same optimizer in a plain FSDP2 run.
 
         Raises:
-            UnsupportedError: always.
+            ValueError: if the state dict does not match the param groups, parameters or states of this optimizer.
+                Nothing is changed.
+            InfinityError: if gradients are pending (call it after `step`).
         """
-        reject_load_state_dict()
+        self.check_between("load_state_dict")
+        saved = state_dict["param_groups"]
+        self._reader.load_state_dict(saved, state_dict["state"])
+        for group, settings in zip(self._base_optimizer.param_groups, saved, strict=True):
+            group.update({key: copy.copy(value) for key, value in settings.items() if key != "params"})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raise `UnsupportedError`, because a copy would share the run."""

@@ -9,24 +9,126 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from infinity.checkpoint.manifest import Manifest, choose_checkpoint, published_in, read_manifest
+from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
 from infinity.checkpoint.publish import choose_run, find_checkpoints, list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.cleanup import Undo, end_all
 from infinity.config import Config, runtime_dir
 from infinity.content.layout import Layout
-from infinity.errors import CheckpointError, InfinityError, LostRankError
+from infinity.errors import CheckpointError
 from infinity.io.block_devices import locate
 from infinity.ranks import Ranks
 from infinity.sources.reshard import ReshardSource, folders_of, needs_resharding
-from infinity.store.folder import FolderLock, RunFolder, make_paths, unmake_paths
-from infinity.store.marker import look_for_runs, new_run_id, passed_over
+from infinity.store.folder import UNKNOWN_RUN, FolderLock, RunFolder, make_paths, unmake_paths
+from infinity.store.marker import look_for_runs, new_run_id, passed_over, run_ids
 from infinity.store.path_bandwidth import path_stripe_weights
 from infinity.units import MIB, format_size
 
 _LEAST_RATE = float(MIB)
 """Stripe weights below this value are not bandwidths in bytes per second, but the equal weights of unmeasured paths."""
 _log = logging.getLogger("infinity")
+
+
+class ClaimedPaths:
+    """NVMe paths that this process has locked, and the checkpoint to resume from, before the page layout is known.
+
+    The run is looked for only once, while the paths are locked. `RunDirectory.take` takes over the lock. If the startup
+    fails before that, `release` restores the paths to their previous state.
+    """
+
+    lock: FolderLock
+    run_id: str
+    """Id of the run to resume, or of the new run."""
+
+    def __init__(self, settings: Config, ranks: Ranks) -> None:
+        """Lock the paths and look for the checkpoint. All ranks must call it together, and all of them fail together.
+
+        Args:
+            settings: settings of this rank.
+            ranks: the ranks of the run.
+
+        Raises:
+            ConfigError: if a path cannot be used.
+            FolderBusyError: if another live run is using a path.
+            CheckpointError: if there is no checkpoint to resume from.
+        """
+        self.settings, self.ranks = settings, ranks
+        self.undo = Undo()
+        """Cleanup functions until `RunDirectory.take` has succeeded."""
+        self.resumed: RunFolder | None = None
+        """Folders of the run to resume, which may be on other paths; None for a new run."""
+        self.checkpoints: list[CheckpointName] = []
+        """Checkpoints of that run, the last of which is resumed."""
+        try:
+            self._claim()
+        except BaseException as error:
+            self.release(error)
+            raise
+
+    def _claim(self) -> None:
+        ranks, wanted, paths = self.ranks, self.settings.run, self.settings.storage.paths
+        host = socket.gethostname()
+        made: list[Path] = []
+        ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
+        # Paths that any rank created on this node. The last rank to release them removes them.
+        made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
+        self.undo.push(partial(unmake_paths, made))
+
+        def lock_paths() -> FolderLock:
+            held = FolderLock.acquire(paths, UNKNOWN_RUN, ranks.local_rank, made)
+            self.undo.push(held.release)
+            if ranks.local_rank == 0:
+                _say_where(paths)
+            return held
+
+        self.lock = ranks.together("taking the NVMe paths", lock_paths)
+        if resume := choose_run(self._searched, wanted.resume, ranks):
+            self._name(resume)
+            self.resumed = ranks.together(
+                "finding the run's folders", lambda: folders_of(self._searched, resume, paths)
+            )
+            self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step)
+        else:
+            self.name_new_run()
+
+    @property
+    def _searched(self) -> tuple[str, ...]:
+        """Paths that may contain the run to resume."""
+        return self.settings.run.resume_paths or self.settings.storage.paths
+
+    def name_new_run(self) -> str:
+        """Choose the id of a new run, which is newer than all runs on the paths of all ranks. A collective call.
+
+        Call it while the paths are locked, so that no other run starts there.
+        """
+        there = partial(run_ids, {*self.settings.storage.paths, *self._searched})
+        known = set[str]().union(*self.ranks.collect(self.ranks.together("looking for earlier runs", there)))
+        self._name(self.ranks.agree(new_run_id(known)))
+        return self.run_id
+
+    def _name(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.ranks.together("writing the lock files", partial(self.lock.name, run_id))
+
+    def page_bytes(self) -> int:
+        """Return the page size of this rank's part of the checkpoint to resume from, or 0 if there is no such part.
+
+        A different page size would require copying the state to a new run. If the manifest cannot be read,
+        `RunDirectory.take` reports the error.
+        """
+        if self.resumed is not None:
+            with suppress(OSError, CheckpointError):
+                manifest = self.checkpoints[-1].of(self.ranks.rank).file_name
+                return read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
+        return 0
+
+    def release(self, cause: BaseException) -> None:
+        """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over.
+
+        Args:
+            cause: reason why the startup failed.
+        """
+        end_all(*self.undo.take(), cause=cause)
 
 
 class RunDirectory:
@@ -78,74 +180,46 @@ class RunDirectory:
         return [str(root.parent) for root in self.folder.roots]
 
     @classmethod
-    def take(cls, settings: Config, ranks: Ranks, layout: Layout, optimizer: str) -> RunDirectory:
-        """Lock the paths and find the checkpoint to resume from.
+    def take(cls, claimed: ClaimedPaths, layout: Layout, optimizer: str) -> RunDirectory:
+        """Take over the locked paths, and choose the folders of the run.
 
-        All ranks must call it together, and if one rank fails, all of them fail. The paths are then restored to their
-        previous state.
+        All ranks must call it together, and if one rank fails, all of them fail. After an error, `claimed` must be
+        released.
 
         Args:
-            settings: settings of this rank.
-            ranks: the ranks of the run.
+            claimed: locked paths, and the checkpoint to resume from.
             layout: page layout of this rank.
             optimizer: class name of the optimizer.
 
         Raises:
-            ConfigError: if a path cannot be used.
-            FolderBusyError: if another live run is using a path.
-            CheckpointError: if there is no checkpoint to resume from, or it belongs to a different model.
+            CheckpointError: if the checkpoint belongs to a different model.
         """
-        undo = Undo()
-        try:
-            return cls._take(settings, ranks, layout, optimizer, undo)
-        except BaseException as error:
-            end_all(*undo.take(), cause=error)
-            raise
-
-    @classmethod
-    def _take(cls, settings: Config, ranks: Ranks, layout: Layout, optimizer: str, undo: Undo) -> RunDirectory:
-        paths, wanted = settings.storage.paths, settings.run
-        old_paths = wanted.resume_paths or paths
-        host = socket.gethostname()
-        made: list[Path] = []
-        ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
-        # Paths that any rank created on this node. The last rank to release them removes them.
-        made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
-        undo.push(partial(unmake_paths, made))
-        resume = choose_run(old_paths, wanted.resume, ranks)
-        run_id = resume or ranks.agree(new_run_id())
-
-        def lock_paths() -> FolderLock:
-            held = FolderLock.acquire(paths, run_id, ranks.local_rank, made)
-            undo.push(held.release)
-            if ranks.local_rank == 0:
-                _say_where(paths)
-            return held
-
-        lock = ranks.together("taking the NVMe paths", lock_paths)
-        folder = RunFolder.of(paths, run_id)
+        settings, ranks, lock, undo = claimed.settings, claimed.ranks, claimed.lock, claimed.undo
+        paths, there = settings.storage.paths, claimed.checkpoints
+        folder = RunFolder.of(paths, claimed.run_id)
         source: ReshardSource | None = None
-        if resume:
-            roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
+        if (roots := claimed.resumed) is not None:
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                 folder = roots  # in the run's own order, which may differ from the order in the settings
-            there = list_checkpoints(roots, ranks, wanted.resume_step)
             if not needs_resharding(roots, folder, there[-1], layout, ranks):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
+                undo.take()
                 return cls(folder, lock, ranks, list(checkpoints[-1].stripe_weights), checkpoints, None)
             reader = ranks.together("reading the checkpoint", lambda: CheckpointReader(roots, there[-1]))
             source = ReshardSource(reader, ranks)
             if ranks.rank == 0:
                 _log.warning(
                     "run %s has a different page layout (ranks, paths, page size or dtype), so its state is copied to "
-                    "a new run; the old run occupies space until you run `infinity store rm %s`", resume, resume,
+                    "a new run; the old run occupies space until you run `infinity store rm %s`",
+                    roots.run_id, roots.run_id,
                 )  # fmt: skip
-            folder = RunFolder.of(paths, ranks.agree(new_run_id()))
-            lock.name(folder.run_id)
+            folder = RunFolder.of(paths, claimed.name_new_run())
         undo.push(partial(folder.remove_rank, ranks.rank, checkpoints=ranks.local_rank == 0))
-        if ranks.local_rank == 0 and not resume:
+        if ranks.local_rank == 0 and roots is None:
             _report_earlier_runs(paths)
-        return cls(folder, lock, ranks, _agree_on_stripe_weights(settings, ranks), [], source)
+        stripe_weights = _agree_on_stripe_weights(settings, ranks)
+        undo.take()
+        return cls(folder, lock, ranks, stripe_weights, [], source)
 
     def give_up(self, *, remove: bool, always: bool = False) -> None:
         """Release the lock and, depending on the arguments, remove this rank's files.
@@ -162,28 +236,6 @@ class RunDirectory:
                 self.folder.remove_rank(self._ranks.rank, checkpoints=self._ranks.local_rank == 0)
 
         end_all(unmake, self._lock.release)
-
-
-def page_bytes_of_checkpoint(settings: Config, ranks: Ranks) -> int:
-    """Return the page size of this rank's part of the checkpoint to resume from, or 0 if there is no checkpoint.
-
-    A different page size would require copying the state to a new run. Errors are reported later, by
-    `RunDirectory.take`. All ranks must call it together.
-    """
-    paths = settings.run.resume_paths or settings.storage.paths
-    try:
-        run_id = choose_run(paths, settings.run.resume, ranks)
-    except LostRankError:
-        raise
-    except InfinityError:  # raised on all ranks
-        return 0
-    with suppress(OSError, CheckpointError):
-        here = [run.roots[0] for run in look_for_runs(paths)[0] if run.run_id == run_id and 0 in run.roots]
-        for folder in (root / "checkpoints" for root in here):
-            own = [name for name in published_in(folder) if name.rank == ranks.rank]
-            newest = choose_checkpoint(run_id, [name.checkpoint for name in own], settings.run.resume_step)
-            return read_manifest(folder / newest.of(ranks.rank).file_name).layout.page_bytes
-    return 0
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:

@@ -30,6 +30,8 @@ class Space:
         self._daemon, self._run_id = daemon, run_id
         self.files = files
         """One file per NVMe path; fixed."""
+        self._roots = [file.parent for file in files]
+        """Folders of the run."""
         self.changed: Callable[[], object] = lambda: None
         """Function that is called after files have grown or shrunk."""
         self._sizes = [0] * len(files)
@@ -62,7 +64,7 @@ class FileSpace(Space):
             file = self.files[number]
             if size > self._sizes[number] or not file.exists():
                 with self._reserved(number, size - allocated_bytes(file)):
-                    reserve(file, size)
+                    reserve(file, size, self._roots)
                 self._sizes[number] = size
         self.changed()
 
@@ -123,7 +125,7 @@ class UnnamedSpace(Space):
             before = self._sizes[number]
             if size > before:
                 with self._reserved(number, size - before):
-                    extend(self._descriptors[number], self.files[number], before, size)
+                    extend(self._descriptors[number], self.files[number], before, size, self._roots)
                 self._sizes[number] = size
                 self.changed()
 

@@ -212,12 +212,34 @@ def make_plan(
     Raises:
         BudgetError: if `cache_slots` is less than `least_cache_slots`.
     """
+    return make_simulation(
+        trace, layout, cache_slots, threaded=threaded, prefetched=prefetched, quick=quick
+    ).plan  # fmt: skip
+
+
+def make_simulation(
+    trace: Sequence[Access],
+    layout: Layout,
+    cache_slots: int,
+    *,
+    threaded: bool = False,
+    prefetched: StagedComputation | None = None,
+    quick: bool = False,
+) -> Simulation:
+    """Return the simulation of the plan that `make_plan` returns, with all values that the search has computed."""
     cycle = Cycle(trace, layout)
-    widest = max((len(access) for access in trace), default=1)
+    timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
+    best = _best_draft(cycle, timing, cache_slots, quick=quick)
+    return Simulation(_plan(best.draft, prefetched), layout, threaded=threaded, draft=best)
+
+
+def _best_draft(cycle: Cycle, timing: Timing, cache_slots: int, *, quick: bool) -> _SimulatedDraft:
+    """Return the best candidate for a trace. See `make_plan`."""
+    widest, layout = max((len(access) for access in cycle.trace), default=1), cycle.layout
     # The result depends only on the arguments, never on a clock, a measurement or the iteration order of a set.
     # Therefore the traffic of a step is known before the step runs, and a resumed run gets the same plan as before.
     if len(cycle.used) <= cache_slots:
-        return _plan(_all_resident(cycle, cache_slots), prefetched)
+        return _SimulatedDraft(_all_resident(cycle, cache_slots), timing)
     fewest = least_cache_slots(widest)
     if cache_slots < fewest:
         raise BudgetError(
@@ -228,20 +250,19 @@ def make_plan(
     streaming, most = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING
     if quick:
         streaming = min(max(streaming, min(cache_slots // 4, _TRIED)), most)
-        return _plan(_draft(cycle, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming)), prefetched)
-    timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
+        draft = _draft(cycle, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming))
+        return _SimulatedDraft(draft, timing)
     drafts = _drafts(cycle, cache_slots, streaming)
-    least = drafts[0].moves.total_bytes
+    least, always = drafts[0].moves.total_bytes, min(cache_slots // 4, _TRIED)
     found: list[_Candidate] = []
     while True:
-        found += [_Candidate(draft, timing, least) for draft in drafts]
-        quickest = _quickest(found).draft
-        tried = max(min(cache_slots // 4, _TRIED), _WIDER * quickest.streaming)
-        if streaming >= min(tried, most):
-            draft = _preferred(found)
-            refined = _refined(draft)
-            best = refined if refined is draft else _most_preferred([refined, draft], [timing, timing])
-            return _plan(best, prefetched)
+        found += [_Candidate(_SimulatedDraft(draft, timing), least) for draft in drafts]
+        # The quickest candidate is determined as late as possible, because each new candidate may make simulations of
+        # the previous ones unnecessary.
+        if streaming >= most or (streaming >= always and streaming >= _WIDER * _quickest(found).draft.streaming):
+            best = _preferred(found)
+            refined = _refined(best.draft)
+            return best if refined is best.draft else _most_preferred([_SimulatedDraft(refined, timing), best])
         streaming = min(_WIDER * streaming, most)
         drafts = _drafts(cycle, cache_slots, streaming)
 
@@ -395,28 +416,51 @@ def _traffic(draft: _Draft) -> Traffic:
     return Traffic(read=found[0], written=found[1])
 
 
-def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
-    """Return the fastest plan or, among plans of similar speed, the plan that transfers the fewest bytes.
+def preferred(simulations: Sequence[Simulation]) -> Simulation:
+    """Return the simulation of the fastest plan or, among plans of similar speed, of the one with the fewest bytes.
 
     Args:
-        plans: plans to compare; they must not have a prefix.
-        layout: pages of this rank.
-        threaded: whether updates run on their own thread.
+        simulations: plans to compare.
     """
-    if len(plans) == 1:
-        return plans[0]
-    drafts = [_draft_of(plan, layout) for plan in plans]
-    timings = [
-        Timing(draft.cycle, threaded=threaded, prefetched=plan.prefetched)
-        for draft, plan in zip(drafts, plans, strict=True)
-    ]
-    return plans[drafts.index(_most_preferred(drafts, timings))]
+    if len(simulations) == 1:
+        return simulations[0]
+    drafts = [simulation.draft for simulation in simulations]
+    return simulations[drafts.index(_most_preferred(drafts))]
 
 
-def _most_preferred(drafts: Sequence[_Draft], timings: Sequence[Timing]) -> _Draft:
-    """Return the preferred candidate by the rule of `preferred`. `timings` has one item per candidate."""
-    least = min(draft.moves.total_bytes for draft in drafts)
-    return _preferred([_Candidate(draft, timing, least) for draft, timing in zip(drafts, timings, strict=True)])
+def _most_preferred(drafts: Sequence[_SimulatedDraft]) -> _SimulatedDraft:
+    """Return the preferred candidate by the rule of `preferred`."""
+    least = min(one.draft.moves.total_bytes for one in drafts)
+    return _preferred([_Candidate(one, least) for one in drafts])
+
+
+class _SimulatedDraft:
+    """A draft and its simulations. No simulation without other resources runs twice."""
+
+    def __init__(self, draft: _Draft, timing: Timing) -> None:
+        """Prepare simulations.
+
+        Args:
+            draft: candidate to simulate.
+            timing: simulation of the candidate's trace.
+        """
+        self.draft, self._timing = draft, timing
+        self._lengths: dict[float, float] = {}  # by computation time, without other resources
+
+    @cached_property
+    def _transfers(self) -> SimulatedTransfers:
+        draft = self.draft
+        # Cache slots for pages that do not stay in memory permanently.
+        moving = draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
+        return self._timing.transfers(draft.reach, draft.moves, moving)
+
+    def length(self, work: float, resources: OtherResources = NOTHING) -> float:
+        """Return the duration of a steady step. See `Timing.length`."""
+        if resources != NOTHING:
+            return self._timing.length(self._transfers, work, resources)
+        if work not in self._lengths:
+            self._lengths[work] = self._timing.length(self._transfers, work)
+        return self._lengths[work]
 
 
 class _Candidate:
@@ -430,19 +474,17 @@ class _Candidate:
     its computation. Therefore the cases are simulated only as far as a comparison requires.
     """
 
-    def __init__(self, draft: _Draft, timing: Timing, least: float) -> None:
+    def __init__(self, simulated: _SimulatedDraft, least: float) -> None:
         """Start with the bound that requires no simulation.
 
         Args:
-            draft: candidate to evaluate.
-            timing: simulation of the candidate's trace.
+            simulated: candidate to evaluate.
             least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
         """
-        self.draft, self._timing = draft, timing
+        self.simulated, self.draft = simulated, (draft := simulated.draft)
         least = max(1, least)  # avoid a division by zero if no page is transferred
         self._works = [least, 2 * least, 4 * draft.cycle.used_bytes]  # the last one reads and writes all pages twice
         self._ratios = [draft.moves.total_bytes / least]
-        self._transfers: SimulatedTransfers | None = None
 
     @property
     def exact(self) -> bool:
@@ -459,11 +501,8 @@ class _Candidate:
 
     def simulate(self) -> None:
         """Simulate the next case."""
-        if self._transfers is None:
-            self._transfers = _transfers(self.draft, self._timing)
         work = self._works[len(self._ratios) - 1]
-        (length,) = self._timing.lengths(self._transfers, [work])
-        self._ratios.append(length / work)
+        self._ratios.append(self.simulated.length(work) / work)
 
 
 def _quickest(found: Sequence[_Candidate]) -> _Candidate:
@@ -473,7 +512,7 @@ def _quickest(found: Sequence[_Candidate]) -> _Candidate:
     return quickest
 
 
-def _preferred(found: Sequence[_Candidate]) -> _Draft:
+def _preferred(found: Sequence[_Candidate]) -> _SimulatedDraft:
     # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
     most = _ABOUT * _quickest(found).slowness
     best: _Candidate | None = None
@@ -485,55 +524,47 @@ def _preferred(found: Sequence[_Candidate]) -> _Draft:
         if candidate.slowness <= most and (best is None or candidate.slowness < best.slowness):
             best = candidate
     assert best is not None
-    return best.draft
-
-
-def _moving(draft: _Draft) -> int:
-    """Return the number of cache slots for pages that do not stay in memory permanently."""
-    return draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
-
-
-def _transfers(draft: _Draft, timing: Timing) -> SimulatedTransfers:
-    return timing.transfers(draft.reach, draft.moves, _moving(draft))
+    return best.simulated
 
 
 class Simulation:
     """Simulation of a plan with different speeds. All values that do not depend on speeds are computed once."""
 
-    def __init__(self, plan: Plan, layout: Layout, *, threaded: bool) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, *, threaded: bool, draft: _SimulatedDraft | None = None
+    ) -> None:  # fmt: skip
         """Prepare the simulation.
 
         Args:
             plan: plan to simulate; it must not have a prefix.
             layout: pages of this rank.
             threaded: whether updates run on their own thread.
+            draft: draft of the plan, if the caller has it.
         """
-        self._plan, self._layout, self._threaded = plan, layout, threaded
+        self.plan, self._layout, self._threaded, self._given = plan, layout, threaded, draft
 
     @cached_property
-    def _prepared(self) -> tuple[Timing, SimulatedTransfers]:
-        draft = _draft_of(self._plan, self._layout)
-        timing = Timing(draft.cycle, threaded=self._threaded, prefetched=self._plan.prefetched)
-        return timing, _transfers(draft, timing)
+    def draft(self) -> _SimulatedDraft:
+        """Draft of the plan, which the planner compares with others."""
+        if self._given is not None:
+            return self._given
+        draft = _draft_of(self.plan, self._layout)
+        return _SimulatedDraft(draft, Timing(draft.cycle, threaded=self._threaded, prefetched=self.plan.prefetched))
 
-    def lengths(self, works: Sequence[float], resources: OtherResources = NOTHING) -> list[float]:
-        """Return the duration of a steady step for each given computation time. See `Timing.lengths`.
+    def length(self, work: float, resources: OtherResources = NOTHING) -> float:
+        """Return the duration of a steady step. See `Timing.length`.
 
         Args:
-            works: computation times of a step, each expressed as the number of bytes that the drive transfers in that
-                time.
+            work: computation time of a step, expressed as the number of bytes that the drive transfers in that time.
             resources: other resources that take time.
         """
-        if not self._plan.trace:  # all FSDP modules are GPU-resident
-            return list(works)
-        timing, transfers = self._prepared
-        return timing.lengths(transfers, works, resources)
+        return self.draft.length(work, resources) if self.plan.trace else work  # without a trace, all is GPU-resident
 
     def least_seconds(
         self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0
     ) -> float:
         """Return a lower bound on `seconds` without running a simulation."""
-        return max((self._plan.traffic.total_bytes + activations) / bandwidth, resources.longest)
+        return max((self.plan.traffic.total_bytes + activations) / bandwidth, resources.longest)
 
     def seconds(
         self, *, bandwidth: float, computation: float, resources: OtherResources = NOTHING, activations: float = 0.0
@@ -548,19 +579,20 @@ class Simulation:
                 plan. They are assumed to be distributed over the step like its computation, so each transfer of the
                 plan slows down in proportion.
         """
-        total = self._plan.traffic.total_bytes
+        total = self.plan.traffic.total_bytes
         least = self.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
         if activations:
             bandwidth *= total / (total + activations) if total else 1.0
-        (length,) = self.lengths([computation * bandwidth], resources.times(bandwidth))
+        length = self.length(computation * bandwidth, resources.times(bandwidth))
         return max(max(length, total) / bandwidth, least)
 
 
 def lengths(
     plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
-    """Return the result of `Simulation.lengths` for one plan."""
-    return Simulation(plan, layout, threaded=threaded).lengths(works, resources)
+    """Return the result of `Simulation.length` for each given computation time."""
+    simulation = Simulation(plan, layout, threaded=threaded)
+    return [simulation.length(work, resources) for work in works]
 
 
 def predict_seconds(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infinity.content.layout import Layout
-from infinity.schedule.planner import Plan, make_plan, preferred
+from infinity.schedule.planner import Plan, Simulation, make_simulation, preferred
 from infinity.schedule.tier import with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
@@ -59,6 +59,31 @@ def choose_plan(
     Raises:
         BudgetError: if there are too few cache slots.
     """
+    schedule, simulation = choose_simulation(
+        name,
+        events,
+        layout,
+        cache_slots,
+        threaded=threaded,
+        device_bytes=device_bytes,
+        update_on_device=update_on_device,
+        exchanges=exchanges,
+    )
+    return schedule, simulation.plan
+
+
+def choose_simulation(
+    name: str,
+    events: Sequence[Event],
+    layout: Layout,
+    cache_slots: int,
+    *,
+    threaded: bool,
+    device_bytes: int = 0,
+    update_on_device: bool = False,
+    exchanges: bool = False,
+) -> tuple[UpdateSchedule, Simulation]:
+    """Return the update schedule and the simulation of the plan that `choose_plan` returns."""
     # Updates can overlap computation only if they run on their own thread.
     choices: dict[tuple[Access, ...], UpdateSchedule] = {}
     for overlapped in (True, False) if threaded and not exchanges else (False,):
@@ -72,11 +97,11 @@ def choose_plan(
             update_on_device=update_on_device,
         )
         choices.setdefault(expand(events, layout, choice), choice)
-    plans = [
-        make_plan(
+    simulations = [
+        make_simulation(
             trace, layout, cache_slots, threaded=threaded, prefetched=staged_computation(events, layout, choices[trace])
         )
         for trace in choices
     ]
-    plan = preferred(plans, layout, threaded=threaded)
-    return choices[plan.trace], plan
+    simulation = preferred(simulations)
+    return choices[simulation.plan.trace], simulation

@@ -346,22 +346,37 @@ class Timing:
             threaded: whether updates run on their own thread.
             prefetched: position of the computation in a step with this trace, if weights are prefetched to the GPU.
         """
-        self._cycle = cycle
-        self._shares = prefetched.shares if prefetched else computation(cycle.trace, cycle.layout)
-        pages, update = cycle.layout.pages, Role.UPDATE
-        self._executors = [
-            _UPDATES if threaded and any(pages[page].role is update for page, _ in access) else _TRAINING
-            for access in cycle.trace
-        ]
-        self._fsdp_modules = [pages[access[0].page].fsdp_module for access in cycle.trace]
+        self._cycle, self._threaded, self._prefetched = cycle, threaded, prefetched
         # By position: FSDP modules whose prefetched weights are awaited, and the computation that follows each wait.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
         self._links: dict[bool, list[_LinkUse]] = {}  # by whether updates run on the device
         if prefetched:
-            for position in prefetched.prefetched:
-                self._executors[position] = _PREFETCHES
             for position, fsdp_module, share in prefetched.awaited:
                 self._awaited.setdefault(position % cycle.length, []).append((fsdp_module, share))
+
+    @cached_property
+    def _shares(self) -> Sequence[float]:
+        """For each access, the fraction of a step's computation that precedes it."""
+        return self._prefetched.shares if self._prefetched else computation(self._cycle.trace, self._cycle.layout)
+
+    @cached_property
+    def _executors(self) -> list[int]:
+        """For each access, its executor."""
+        pages, update = self._cycle.layout.pages, Role.UPDATE
+        updates = {page.index for page in pages if page.role is update} if self._threaded else set[int]()
+        found = [
+            _UPDATES if updates and any(page in updates for page, _ in access) else _TRAINING
+            for access in self._cycle.trace
+        ]
+        for position in self._prefetched.prefetched if self._prefetched else ():
+            found[position] = _PREFETCHES
+        return found
+
+    @cached_property
+    def _fsdp_modules(self) -> list[int]:
+        """For each access, the FSDP module of its pages."""
+        pages = self._cycle.layout.pages
+        return [pages[access[0].page].fsdp_module for access in self._cycle.trace]
 
     @cached_property
     def _hooks(self) -> list[bool]:
@@ -378,7 +393,7 @@ class Timing:
         return self._links[on_device]
 
     def transfers(self, reach: Sequence[int], moves: Moves, cache_slots: int) -> SimulatedTransfers:
-        """Return the transfers of a plan by access, for `lengths`.
+        """Return the transfers of a plan by access, for `length`.
 
         Args:
             reach: last position of the window, by position.
@@ -409,27 +424,28 @@ class Timing:
             reach=reach, wanted=wanted, entering=entering, leaving=leaving,
         )  # fmt: skip
 
-    def lengths(
-        self, transfers: SimulatedTransfers, works: Sequence[float], resources: OtherResources = NOTHING
-    ) -> list[float]:
-        """Return the duration of a steady step for each given computation time.
+    def length(self, transfers: SimulatedTransfers, work: float, resources: OtherResources = NOTHING) -> float:
+        """Return the duration of a steady step.
 
         All times are expressed as the number of bytes that the drive can transfer in that time.
 
         Args:
             transfers: transfers of a plan.
-            works: computation times of a step, excluding updates.
+            work: computation time of a step, excluding updates.
             resources: other resources that take time.
         """
         length, reads = self._cycle.length, transfers.reads
         each = [0.0] * length
         if resources.updates:
             each = [resources.updates * share for share in self._updating]
-        before = [0.0] * (length + 1)
+        work_before = [share * work for share in self._shares]
         if resources.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
             python = resources.interpreter / length
             each = [taking if hook else taking + python for taking, hook in zip(each, self._hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*self._hooks, False)]
+            work_before = [work + python for work, python in zip(work_before, before, strict=True)]
+        # The last computation precedes the next step.
+        work_before[0] += work_before.pop()
         executors = self._executors
         link_uses = self._link_uses(on_device=resources.read > 0) if resources.linked else None
         if link_uses is not None:
@@ -442,24 +458,19 @@ class Timing:
                 transfers.leaving, strict=True,
             )
         )  # fmt: skip
-        verifying = resources.verifying / sum(reads) if reads else 0.0
-        hashing = resources.hashing / transfers.written if transfers.written else 0.0
-        found = []
-        for work in works:
-            awaited: list[Sequence[tuple[int, float]]] = [()] * length
-            for place, waits in self._awaited.items():
-                awaited[place] = [(fsdp_module, share * work) for fsdp_module, share in waits]
-            link = _Link(link_uses, resources) if link_uses is not None else None
-            work_before = [share * work + python for share, python in zip(self._shares, before, strict=True)]
-            # The last computation precedes the next step.
-            work_before[0] += work_before.pop()
-            found.append(
-                simulate(
-                    accesses, reads, transfers.cache_slots, work_before, awaited, link,
-                    verifying=verifying, hashing=hashing,
-                )
-            )  # fmt: skip
-        return found
+        awaited: list[Sequence[tuple[int, float]]] = [()] * length
+        for place, waits in self._awaited.items():
+            awaited[place] = [(fsdp_module, share * work) for fsdp_module, share in waits]
+        return simulate(
+            accesses,
+            reads,
+            transfers.cache_slots,
+            work_before,
+            awaited,
+            _Link(link_uses, resources) if link_uses is not None else None,
+            verifying=resources.verifying / sum(reads) if reads else 0.0,
+            hashing=resources.hashing / transfers.written if transfers.written else 0.0,
+        )
 
 
 class _Link:

@@ -28,6 +28,7 @@ from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, check_not_quantized, read_json
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
+from infinity.sources.new_tokens import new_rows, vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +39,24 @@ _SHOWN = 40  # maximum number of lines in a report
 class PretrainedFolder(FirstValues):
     """Source for a folder of safetensors files, as written by `save_pretrained`."""
 
-    def __init__(self, path: str | os.PathLike[str], initializer: FirstValues, *, strict: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], initializer: FirstValues, *, strict: bool = True, seed: int = 0
+    ) -> None:
         """Read the headers of the files.
 
         Args:
             path: see `WeightFiles`.
             initializer: source for parameters that are missing from the folder.
             strict: whether missing and unexpected tensors are errors.
+            seed: seed of the rows of new tokens. See `new_tokens`.
 
         Raises:
             ConfigError: if there are no such files, or one is malformed.
         """
-        self._files, self._initializer, self._strict = WeightFiles(path), initializer, strict
-        # Conversions by target name in the base model, and the function that returns that name; `check` sets both.
+        self._files, self._initializer, self._strict, self._seed = WeightFiles(path), initializer, strict, seed
+        # Conversions by target name in the base model, and the function that returns that name; `check` sets them.
         self._made_by: dict[str, Conversion] = {}
+        self._zero: set[str] = set()  # names of parameters whose new elements are zero
         self._base_name: Callable[[str], str | None] = torch_private.unwrapped_name
 
     @property
@@ -93,14 +98,32 @@ class PretrainedFolder(FirstValues):
         may_miss |= {name for member in own for name in self._names(member)}
         misfit.missing = [one[0] for one in missing if not may_miss & set(one) and not known & set(one)]
         misfit.unexpected = [name for name, target in matched.unexpected.items() if target not in may_have]
+        of_vocabulary = vocabulary(model)
+        may_grow = {
+            name: of_vocabulary[key]
+            for member in members
+            if (key := id(member.param.sharded_param)) in of_vocabulary
+            for name in self._names(member)
+        }
+        self._zero = {name for name, zero in may_grow.items() if zero}
+        grown: list[str] = []
         for target, like in {**wanted, **whole.likes}.items():
             if target in self._made_by:
-                misfit.compare(target, self._made_by[target].targets[target], like)
+                found = self._made_by[target].targets[target]
+                if target in may_grow and self._made_by[target].plain and _has_fewer_rows(found, like):
+                    grown.append(target)
+                else:
+                    misfit.compare(target, found, like)
         misfit.check(self._files, model, strict=self._strict)
         self._compare_tied(entries)
         self._initializer.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
         if misfit.missing:
             _log.warning("missing in %s and initialized by the model: %s", self._files.path, _grouped(misfit.missing))
+        if grown:
+            _log.warning(
+                "the vocabulary is larger than that of %s; new rows are initialized with the mean of the others, as "
+                "resize_token_embeddings does: %s", self._files.path, _grouped(grown),
+            )  # fmt: skip
         if misfit.unexpected:
             _log.warning("unexpected in %s and ignored: %s", self._files.path, _grouped(misfit.unexpected))
 
@@ -182,7 +205,20 @@ class PretrainedFolder(FirstValues):
         (source,) = self._made_by[name].sources
         bounds = [slice(offset, offset + size) for offset, size in zip(*local_bounds(member.param), strict=True)]
         dtype: torch.dtype = member.param.sharded_param.dtype
-        return reader(source, bounds).reshape(-1).to(dtype)
+        shape = self._files.tensors[source].shape
+        if not shape or bounds[0].stop <= shape[0]:
+            return reader(source, bounds).reshape(-1).to(dtype)
+        # The slice contains new tokens of a larger vocabulary.
+        start, known, stop = bounds[0].start, shape[0], bounds[0].stop
+        count = torch_private.full_shape(member.param)[0] - known
+        if name in self._zero:
+            rows = torch.zeros(count, *shape[1:])
+        else:
+            rows = new_rows(lambda part: reader(source, [part]), shape, count, seed=self._seed, name=name)
+        parts = [rows[(slice(max(start - known, 0), stop - known), *bounds[1:])].to(dtype)]
+        if start < known:
+            parts.insert(0, reader(source, [slice(start, known), *bounds[1:]]).to(dtype))
+        return torch.cat(parts).reshape(-1)
 
     def _converted(self, conversion: Conversion, reader: WeightReader) -> dict[str, torch.Tensor]:
         return conversion.run({source: reader(source) for source in conversion.sources})
@@ -207,6 +243,12 @@ class PretrainedFolder(FirstValues):
                     value = self._converted(self._made_by[target], reader)[target]
                     found[name] = value.to(model.get_buffer(name).dtype, copy=True)
         return found
+
+
+def _has_fewer_rows(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if not convertible(found.dtype, wanted.dtype) or found.dim() not in (1, 2):
+        return False
+    return found.shape[1:] == wanted.shape[1:] and 1 < len(found) < len(wanted)
 
 
 @dataclass

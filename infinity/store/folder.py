@@ -28,7 +28,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,8 @@ LOCK_NAME = "infinity.lock"
 RESERVED_SUFFIX = ".reserved.tmp"
 """End of the name of `RunFolder.reserved_file`."""
 _LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
-_UNKNOWN = "unknown"
+UNKNOWN_RUN = "unknown"
+"""Written to a lock file instead of a run id until the id is known. Its holder may have any run of its user open."""
 _MOST_BYTES = 1 << 16
 _MOST_SHOWN = 1 << 10  # maximum length of a holder's description
 _START_SECONDS = 20.0
@@ -435,12 +436,12 @@ class Holder:
     @classmethod
     def unknown(cls, uid: int) -> Holder:
         """Return a holder of which only the owner of the lock file is known."""
-        return cls(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
+        return cls(run_id=UNKNOWN_RUN, pid=0, host=UNKNOWN_RUN, since=0.0, uid=uid)
 
     @property
     def known(self) -> bool:
         """Return whether the lock file could be read."""
-        return self.run_id != _UNKNOWN
+        return self.run_id != UNKNOWN_RUN
 
     def __str__(self) -> str:
         if not self.known:
@@ -654,8 +655,13 @@ def allocated_bytes(file: Path) -> int:
         return 0
 
 
-def reserve(file: Path, size: int) -> None:
+def reserve(file: Path, size: int, roots: Iterable[Path] = ()) -> None:
     """Make a file `size` bytes long and allocate all of its blocks.
+
+    Args:
+        file: file to create or extend.
+        size: new size in bytes.
+        roots: all folders of the run, whose files the error message takes into account.
 
     Raises:
         BudgetError: if the file system has too little free space. The message contains the free and the required
@@ -670,7 +676,7 @@ def reserve(file: Path, size: int) -> None:
             "memory. Use a folder on an NVMe drive."
         )
     if size - there > free:  # checked first because some file systems fill up completely before they report an error
-        raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
+        raise _no_room(file, size, there, roots, os.strerror(errno.ENOSPC))
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -684,13 +690,15 @@ def reserve(file: Path, size: int) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if not existed:
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)  # frees the blocks now, although the file is still open
             file.unlink(missing_ok=True)
-        raise _not_reserved(file, 0, size, free, error) from error
+        raise _not_reserved(file, 0, size, allocated_bytes(file), roots, error) from error
     finally:
         os.close(descriptor)
 
 
-def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
+def extend(descriptor: int, file: Path, begin: int, end: int, roots: Iterable[Path] = ()) -> None:
     """Extend an open file to byte `end` by allocating the blocks from byte `begin`.
 
     Args:
@@ -698,6 +706,7 @@ def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
         file: path of the file, used in error messages and to find the file system.
         begin: offset of the first byte to allocate.
         end: new size of the file in bytes.
+        roots: all folders of the run, whose files the error message takes into account.
 
     Raises:
         BudgetError: if the file system has too little free space. The message contains the free and the required
@@ -706,21 +715,35 @@ def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
     """
     free = shutil.disk_usage(file.parent)[2]
     if end - begin > free:  # checked first because some file systems fill up completely before they report an error
-        raise _no_room(file, end - begin, free, os.strerror(errno.ENOSPC))
+        raise _no_room(file, end, begin, roots, os.strerror(errno.ENOSPC))
     try:
         os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:
-        raise _not_reserved(file, begin, end - begin, free, error) from error
+        raise _not_reserved(file, begin, end, os.fstat(descriptor).st_blocks * 512, roots, error) from error
 
 
-def _not_reserved(file: Path, begin: int, size: int, free: int, error: OSError) -> BudgetError | StorageError:
+def _not_reserved(
+    file: Path, begin: int, end: int, there: int, roots: Iterable[Path], error: OSError
+) -> BudgetError | StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return _no_room(file, size, free, error.strerror or str(error))
-    return StorageError("reserve", str(file), begin, size, error.errno)
+        return _no_room(file, end, there, roots, error.strerror or str(error))
+    return StorageError("reserve", str(file), begin, end - begin, error.errno)
 
 
-def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
+def _no_room(file: Path, size: int, there: int, roots: Iterable[Path], reason: str) -> BudgetError:
+    """Return the error for a file that needs `size` bytes, of which it already occupies `there`.
+
+    The run may have reserved space in other files before this one. Both figures contain this space, because the user
+    compares them with the free space before the start or after the files have been removed.
+    """
+    drive = file.parent.stat().st_dev
+    folders = {file.parent, *(root for root in roots if root.is_dir() and root.stat().st_dev == drive)}
+    entries = {Path(place, name) for folder in folders for place, _, names in os.walk(folder) for name in names}
+    occupied = sum(map(allocated_bytes, entries - {file}))
+    free = shutil.disk_usage(file.parent)[2] + occupied + there
+    included = f", including {format_size(occupied + there)} that this run occupies" if occupied + there else ""
+    needed = format_size(occupied + size)
     return BudgetError(
-        f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there ({reason}). Free "
+        f"{file.parent} has {format_size(free)} free{included}, but this run needs {needed} there ({reason}). Free "
         "space, add a path to storage.paths, or remove runs that you will not resume: `infinity store rm`"
     )

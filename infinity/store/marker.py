@@ -6,13 +6,14 @@ is ignored, for example `.git`, a copy `RUN.bak`, or a project with a folder `ch
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,15 +30,47 @@ _COPIES = 3
 """Number of copies in a marker. A flipped bit can damage two of them if it is in the newline between them."""
 _MOST_BYTES = 1 << 16
 _MOST_PATHS = 1 << 16
+_TICKS = 1 << 12
+"""Units of time per second in a run id."""
+_LAST = calendar.timegm((9999, 12, 31, 23, 59, 59)) * _TICKS + _TICKS - 1
+"""Last time that a run id can represent, in units of 1/4096 s."""
 
 
-def new_run_id() -> str:
-    """Return a run id, such as ``20260131-142530-1a2b3c``. Run ids sort by time.
+def new_run_id(after: Iterable[str] = ()) -> str:
+    """Return a run id, such as ``20260131-142530-1a2b3c``, that sorts after the given ones.
 
     The last part consists of the time in units of 1/4096 s (three digits) and a random number (three digits).
+
+    Args:
+        after: Ids of the runs that exist. Names that contain no valid time are ignored.
     """
-    now = time.time()
-    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime(now)) + f"{int(now % 1 * 4096):03x}{secrets.randbelow(4096):03x}"
+    # Later than `after` even if the clock was set back, because the newest run is the one that sorts last.
+    ticks = max(time.time_ns() * _TICKS // 10**9, *(_ticks_of(run_id) + 1 for run_id in after), 0)
+    seconds, ticks = divmod(min(ticks, _LAST), _TICKS)
+    moment = time.strftime("%Y%m%d-%H%M%S-", time.gmtime(seconds))
+    return f"{moment}{ticks:03x}{secrets.randbelow(_TICKS):03x}"
+
+
+def _ticks_of(run_id: str) -> int:
+    """Return the time in a run id in units of 1/4096 s, or -1 if it is not a valid time."""
+    moment, _, rest = run_id.rpartition("-")
+    try:
+        return calendar.timegm(time.strptime(moment, "%Y%m%d-%H%M%S")) * _TICKS + int(rest[:3], 16)
+    except ValueError:
+        return -1
+
+
+def run_ids(paths: Iterable[str | Path]) -> set[str]:
+    """Return all names of the form of a run id in the given folders, even if the runs are incomplete.
+
+    Raises:
+        OSError: if one of `paths` exists and cannot be read.
+    """
+    found: set[str] = set()
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.update(name for name in os.listdir(path) if is_run_id(name))
+    return found
 
 
 def is_run_id(name: str) -> bool:

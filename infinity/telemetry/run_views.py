@@ -129,7 +129,7 @@ class Runs:
     def look(
         self, snapshots: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
     ) -> list[Tree]:
-        """Record new readings of the stats files and return the figures for each run, live runs first.
+        """Record new readings of the stats files and return the figures for each run, live runs and newer runs first.
 
         Args:
             snapshots: Snapshots of the stats files on this node.
@@ -141,15 +141,19 @@ class Runs:
         for snapshot in snapshots:
             found[snapshot.header.run_id].append(snapshot)
         order = {"live": 0, "dead": 1, "ended": 2}
-        newest_first = sorted(
-            found.items(),
-            key=lambda item: (
-                min(order[snapshot.status] for snapshot in item[1]),
-                -max(p.header.started for p in item[1]),
-            ),
-        )[:_MOST_RUNS]
+        # Run ids sort in the order of the runs even if the clock was set back, unlike start times.
+        newest_first = sorted(found.items(), key=lambda item: item[0], reverse=True)
+        newest_first.sort(key=lambda item: min(order[snapshot.status] for snapshot in item[1]))
+        turns: dict[int, int] = defaultdict(int)  # number of runs by user, so that no user displaces all others
+        places = {}
+        for name, snapshots_of_run in newest_first:
+            places[name] = turns[snapshots_of_run[0].uid]
+            turns[snapshots_of_run[0].uid] += 1
+        shown = set(sorted(places, key=lambda name: places[name])[:_MOST_RUNS])
         known, self._runs = self._runs, {}
         for name, snapshots_of_run in newest_first:
+            if name not in shown:
+                continue
             self._runs[name] = run = known.get(name, _Run())
             _look_at(run, snapshots_of_run, now)
         return [_run_tree(name, run, limits.get(name, {}), self._drive_of, unix) for name, run in self._runs.items()]

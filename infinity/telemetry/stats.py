@@ -276,5 +276,5 @@ def _remove_closed(folder: Path, run_id: str) -> None:
             last = snapshot.values[CLOSED_CELL] if snapshot.status == "ended" else max(about.st_mtime, stepped)
             if snapshot.alive or time.time() - last < KEEP_CLOSED_SECONDS or snapshot.header.run_id == run_id:
                 continue
-            if snapshot.status == "ended" or not run_exists(snapshot.header):
+            if snapshot.status == "ended" or not run_exists(snapshot.header, snapshot.uid):
                 remove_stats_file(file, about)

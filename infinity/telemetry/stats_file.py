@@ -316,7 +316,7 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
 def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the sorted paths of the files in a folder that are named like stats files; empty if it cannot be read."""
     try:
-        return sorted(path for path in Path(folder).iterdir() if _is_stats_file(path.name))
+        return sorted(path for path in Path(folder).iterdir() if is_stats_file(path.name))
     except OSError:
         return []
 
@@ -328,9 +328,20 @@ def run_status(ranks: Iterable[Snapshot]) -> Status:
     return next(status for status in order if status in statuses)
 
 
-def run_exists(header: StatsHeader) -> bool:
-    """Return ``True`` if a folder of the rank's run still exists. May block if a drive does not respond."""
-    return any(os.path.lexists(os.path.join(path, header.run_id)) for path in header.paths)
+def run_exists(header: StatsHeader, uid: int) -> bool:
+    """Return ``True`` if a folder of the rank's run still exists and belongs to the owner of the stats file.
+
+    May block if a drive does not respond.
+
+    Args:
+        header: Header of the stats file.
+        uid: Owner of the stats file. Only root's files may refer to folders of other users.
+    """
+    for path in header.paths:
+        with contextlib.suppress(OSError):
+            if uid in (0, os.lstat(os.path.join(path, header.run_id)).st_uid):
+                return True
+    return False
 
 
 def remove_stats_file(path: Path, about: os.stat_result) -> bool:
@@ -352,5 +363,6 @@ def remove_stats_file(path: Path, about: os.stat_result) -> bool:
     return False
 
 
-def _is_stats_file(name: str) -> bool:
+def is_stats_file(name: str) -> bool:
+    """Return whether a file is named like a complete stats file."""
     return name.endswith(SUFFIX) and not name.startswith(".")

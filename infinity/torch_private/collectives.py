@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity import heap, hugepages
+from infinity import heap, hugepages, interrupts
 from infinity.torch_private.imports import DefaultAllGather, DefaultReduceScatter, _storage_Use_Count
 from infinity.torch_private.names import backward_number, fsdp_params, full_shape
 
@@ -163,7 +163,7 @@ def copy_in(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Perform `COPY_IN` one input at a time, so that inputs without storage are never materialized."""
     own = output.narrow(0, numel * rank, numel)
-    with torch.no_grad():
+    with interrupts.held(waits=False), torch.no_grad():
         for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
             destination.copy_(source)
     return own, output

@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointWrapper",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "FSDPState",
     "_current_graph_task_id",
     "_disabled_torch_function_impl",
     "_no_grad_trunc_normal_",
@@ -43,6 +44,7 @@ try:
     )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.init import _no_grad_trunc_normal_
 except ImportError as error:
     raise lacking(str(error).partition(" (")[0]) from None  # without the file path

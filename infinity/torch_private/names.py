@@ -15,12 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import UnsupportedError
-from infinity.torch_private.imports import _current_graph_task_id, _disabled_torch_function_impl, lacking
+from infinity.torch_private.imports import (
+    FSDPState,
+    _current_graph_task_id,
+    _disabled_torch_function_impl,
+    lacking,
+)
 
 ROOT = "root"
 """Name of the root FSDP module, which exists if some parameters belong to no other FSDP module."""
@@ -32,7 +37,14 @@ NO_TORCH_FUNCTION = _disabled_torch_function_impl
 
 # Attributes of FSDP2 objects that this module reads, by class. "a|b" means one of the two, depending on the release.
 _NAMES = {
-    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group", "_pre_forward"),  # 2.11 has at most one group per state
+    "FSDPState": (
+        "_fsdp_param_groups|_fsdp_param_group",  # 2.11 has at most one group per state
+        "_is_root",
+        "_lazy_init",
+        "_pre_forward",
+        "_state_ctx",
+        "_training_state",
+    ),
     "FSDPParamGroup": (
         "fsdp_params",
         "device",
@@ -51,7 +63,9 @@ _NAMES = {
         "mesh_info",
         "mp_policy",
         "reset_sharded_param",
+        "to_sharded",
         "to_sharded_dtensor",
+        "_init_extensions",
         "_module_info",
         "_orig_size",
         "_setattr_on_modules",
@@ -105,6 +119,31 @@ def _groups_of(module: FSDPModule) -> list[Any]:
         single = state._fsdp_param_group
         groups = [single] if single is not None else []
     return groups
+
+
+def has_parameter_groups() -> bool:
+    """Return whether an FSDP module can have several parameter groups. The FSDP2 of torch 2.11 supports only one."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
+def add_parameter_group(module: Any, params: list[nn.Parameter], policy: MixedPrecisionPolicy) -> None:
+    """Add a parameter group with its own mixed precision policy to an FSDP module.
+
+    FSDP2 computes with one dtype per group. It gathers and reduces all groups of an FSDP module together.
+
+    Args:
+        module: Module on which `fully_shard` was called, whose first group has the same mesh.
+        params: Parameters of the group, which were passed to `fully_shard` as `ignored_params`.
+        policy: Mixed precision policy of the group.
+    """
+    groups = _groups_of(module)
+    first = groups[0]
+    groups.append(
+        type(first)(
+            params, first.modules, first.mesh_info, first.post_forward_mesh_info, first.device, None, policy,
+            first.offload_policy,
+        )
+    )  # fmt: skip
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -265,12 +304,13 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
     current = param.sharded_param
     if current.device.type != "meta":
         current._local_tensor = shard
-        return
-    # A parameter cannot be moved to another device in place. Swapping its contents with a new parameter keeps its
-    # identity, so that existing references, such as the optimizer's param groups, refer to the trained parameter.
-    new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
-    vars(new).update(vars(current))  # the user's attributes, which the swap would replace
-    torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
+    else:
+        # A parameter cannot be moved to another device in place. Swapping its contents with a new parameter keeps its
+        # identity, so that existing references, such as the optimizer's param groups, refer to the trained parameter.
+        new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
+        vars(new).update(vars(current))  # the user's attributes, which the swap would replace
+        torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
+    param._init_extensions()  # FSDP2 does this before the first forward only
 
 
 def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:

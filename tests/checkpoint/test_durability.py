@@ -8,8 +8,10 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,8 @@ from infinity.errors import (
     InfinityError,
     StorageError,
 )
-from infinity.store.folder import FolderLock
+from infinity.run import run_directory
+from infinity.store.folder import FolderLock, holders
 from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
@@ -126,6 +129,61 @@ def test_latest_resumes_the_newest_run_with_a_checkpoint(undisturbed: list[float
         for name in names:
             (later / name).write_bytes(manifest.read_bytes())
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+def run_with_clock(folder: Path, days: int, sections: dict[str, dict[str, Any]]) -> tuple[str, int]:
+    """Start or resume a run while the clock is off by some days, and save a checkpoint after one more step.
+
+    Runs on every rank. Return the run id and the step at which the run started.
+    """
+    now, now_ns = time.time, time.time_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + 86400 * days)
+        patch.setattr(time, "time_ns", lambda: now_ns() + 86400 * days * 10**9)
+        with Session(folder, "all", **sections) as session:
+            found = session.optimizer.run.folder.run_id, session.optimizer.steps
+            session.step()
+            session.save_checkpoint()
+            return found
+
+
+def test_latest_resumes_the_last_run_even_if_the_clock_was_set_back(pair: RankPool, tmp_path: Path) -> None:
+    """With two ranks and two paths, of which later runs use only the second one, or list it first."""
+    paths = [str(tmp_path / f"nvme{number}") for number in range(2)]
+    started = []
+    for days, chosen in ((0, paths), (-365, paths[1:]), (-400, paths[::-1])):
+        ranks = pair.run(run_with_clock, tmp_path, days, {"storage": {"paths": chosen}})
+        assert ranks[0] == ranks[1]
+        started.append(ranks[0][0])
+    assert started == sorted(started)
+    # In new folders, because the number of ranks is different.
+    resumed_in = {"storage": {"paths": [str(tmp_path / "nvme2")]}, "run": {**LATEST, "resume_paths": paths}}
+    copied, step = run_with_clock(tmp_path, -500, resumed_in)
+    assert step == 1
+    assert copied > started[-1]
+    assert (
+        pair.run(run_with_clock, tmp_path, -1, {"storage": {"paths": paths}, "run": LATEST}) == [(started[-1], 1)] * 2
+    )
+
+
+def test_resume_looks_for_its_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it holds the path, so that no other run can start there. The page size is that of the checkpoint."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        expected, page_bytes = session.optimizer.run.folder.run_id, session.optimizer.run.layout.page_bytes
+    found: list[str] = []
+    choose_run = run_directory.choose_run
+
+    def counted(*arguments: Any) -> str:
+        found.append(choose_run(*arguments))
+        assert holders(arguments[0][0]), "the path is not locked"
+        return found[-1]
+
+    monkeypatch.setattr(run_directory, "choose_run", counted)
+    with Session(tmp_path, run=LATEST, memory={"page_bytes": 0, "host_bytes": 64 * MIB}) as session:
+        assert session.optimizer.run.folder.run_id == expected
+        assert session.optimizer.run.layout.page_bytes == page_bytes
+    assert [run_id for run_id in found if run_id] == [expected]
 
 
 def test_resume_from_an_empty_folder_raises(tmp_path: Path) -> None:

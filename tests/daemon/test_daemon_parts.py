@@ -28,7 +28,7 @@ from infinity_daemon.server import SocketServer
 from infinity_daemon.stats_files import StatsFiles
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
-ALICE, BOB = Owner(pid=10, process_started=1), Owner(pid=11, process_started=1)
+ALICE, BOB = Owner(uid=0, pid=10, process_started=1), Owner(uid=0, pid=11, process_started=1)
 
 
 def place(path="/a", file_system=1, drive=DRIVE):

@@ -251,7 +251,8 @@ def test_failed_measurements_are_retried_with_backoff(node: Node, monkeypatch: p
 def test_measurements_respect_the_reservations_of_runs(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """A measurement is rejected in the same way as a run if space is insufficient."""
     place = node.locate(str(node.paths[0]), Path())
-    owner, free = Owner(pid=1, process_started=1), os.statvfs(place.path).f_bavail * os.statvfs(place.path).f_frsize
+    owner = Owner(uid=0, pid=1, process_started=1)
+    free = os.statvfs(place.path).f_bavail * os.statvfs(place.path).f_frsize
     node.reservations.reserve(owner, "r", place, free - 20 * MIB, free)
     node.measuring.look()
     assert "reserved by run r" in caplog.text

@@ -25,6 +25,7 @@ class SimulatedRun:
     wanted: float = 2 * CAPACITY
     greed: float = 1.0
     weight: float = 1.0
+    uid: int = 0
     moved: float = 0.0
     stalled: float = 0.0
     second: float = 0.0
@@ -52,7 +53,12 @@ def simulate(runs: list[SimulatedRun], fairness: Fairness, seconds: int, now: fl
             run.stalled += max(0.0, 1 - run.second / run.wanted)
         now += 1.0
         fairness.observe(
-            {(run.name, 0): Usage(moved={"d": run.moved}, stalled=run.stalled, weight=run.weight) for run in runs}, now
+            {
+                (run.name, 0): Usage(moved={"d": run.moved}, stalled=run.stalled, weight=run.weight, uid=run.uid)
+                for run in runs
+            },
+            now,
+            {"d": CAPACITY},
         )
     return now
 
@@ -95,6 +101,29 @@ def test_unused_bandwidth_is_given_to_other_runs() -> None:
     simulate([modest, greedy], fairness, 60, now)
     assert modest.moved - before[0] > 0.85 * 60 * 200
     assert greedy.moved - before[1] > 0.95 * 60 * 800
+
+
+def test_bandwidth_is_divided_between_users_first() -> None:
+    """A user gets no more by starting more runs or by a larger `storage.bandwidth_weight`."""
+    many = [SimulatedRun(name=f"{number}", greed=8.0, weight=9.0, uid=1) for number in range(3)]
+    one = SimulatedRun(name="one", uid=2)
+    fairness = Fairness()
+    now = simulate([*many, one], fairness, 60)
+    before = one.moved
+    simulate([*many, one], fairness, 60, now)
+    assert one.moved - before == pytest.approx(60 * CAPACITY / 2, rel=0.1)
+
+
+def test_a_false_stats_file_does_not_stop_the_runs_of_other_users() -> None:
+    """A user who claims to be stalled and to get almost nothing takes at most three quarters from another user."""
+    fairness = Fairness()
+    for second in range(300):
+        usages = {
+            ("honest", 0): Usage(moved={"d": 400.0 * second}, stalled=0.5 * second, uid=1),
+            ("liar", 0): Usage(moved={"d": 1.0 * second}, stalled=1.0 * second, weight=9999.0, uid=2),
+        }
+        fairness.observe(usages, float(second), {"d": CAPACITY})
+    assert fairness.rates_of("honest")["d"] >= CAPACITY / 4
 
 
 def test_the_rate_of_a_run_is_divided_among_its_ranks() -> None:

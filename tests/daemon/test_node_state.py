@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.io.block_devices import Drive, locate
-from infinity.telemetry import METRICS
+from infinity.telemetry import METRICS, stats
 from infinity.telemetry.history import History
 from infinity.telemetry.run_views import Runs
 from infinity.telemetry.stats_cells import label_sets
@@ -205,6 +205,13 @@ def test_live_runs_are_first_and_the_number_is_limited():
     assert [run["id"] for run in look(runs, ranks[:1], 1.0)] == ["run-0"]
 
 
+def test_newer_runs_are_first_even_if_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats.time, "time", iter(range(100, 0, -1)).__next__)
+    ranks = [CountedRank(None, run=f"20260131-00000{index}-000000") for index in range(3)]
+    found = look(Runs(lambda path: None), ranks, 0.0)
+    assert [run["id"][14] for run in found] == ["2", "1", "0"]
+
+
 def test_the_traffic_of_a_run_is_reported_per_drive():
     ranks = [CountedRank(None, paths=["/a/x", "/b/x"])]
     drives = {"/a/x": "nvme7n1", "/b/x": "nvme8n1"}
@@ -282,7 +289,7 @@ def test_the_state_is_json_for_non_finite_values(tmp_path):
     rank.stats.gauge("step_last_completed_timestamp_seconds").set(math.nan)
     rank.stats.gauge("tier_used_bytes", tier="host", state="param").set(math.inf)
     state, reservations = None, Reservations()
-    reservations.reserve(Owner(pid=7, process_started=1), "odd", locate(str(tmp_path)), 1000, free=2000)
+    reservations.reserve(Owner(uid=0, pid=7, process_started=1), "odd", locate(str(tmp_path)), 1000, free=2000)
     state = make_state(reservations)
     state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=3), {}, 0.0)
     tree = json.loads(state.text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

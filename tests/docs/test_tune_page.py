@@ -10,8 +10,9 @@ import typer
 
 from infinity import Config
 from infinity.units import GIB, format_size
+from infinity_tools import trial_folders
 from infinity_tools.cli import app
-from infinity_tools.tune import search, trial, trial_folders
+from infinity_tools.tune import search, trial
 from infinity_tools.tune.search_space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
 from infinity_tools.tune.tune_report import result_lines
 from infinity_tools.tune.tuning import FILES

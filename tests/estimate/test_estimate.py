@@ -17,7 +17,7 @@ import infinity
 from infinity.config import Config
 from infinity.content.format import Role
 from infinity.errors import BudgetError, ConfigError
-from infinity.estimate.advice import best_changes
+from infinity.estimate.advice import LEAST_GAIN, WORN_DAYS, Change, best_changes
 from infinity.estimate.estimate import (
     HIDDEN,
     STORAGE,
@@ -29,6 +29,8 @@ from infinity.estimate.estimate import (
 )
 from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
 from infinity.estimate.model import decoder, with_lora
+from infinity.schedule.cycle import Cycle
+from infinity.schedule.timing import NOTHING, Timing
 from support import models
 
 MODEL = decoder(parameters=3e8, layers=8, hidden=1536, vocabulary=16000)
@@ -312,6 +314,86 @@ def test_suggested_changes_include_the_one_that_saves_most_writes() -> None:
     (gentle,) = changes
     assert gentle.saved >= 0
     assert gentle.writes_saved == max(change.writes_saved for change in best_changes(planned("128MiB"), 10))
+
+
+def test_suggested_changes_save_writes_of_drives_that_wear_out() -> None:
+    """State formats save writes although updates take longer. Drives that last long enough are worn without mention."""
+    slow = {"fp32": 1e-9, "split": 4e-9, "bf16-moments": 4e-9, "8bit": 9e-9}
+    machine = replace(MACHINE, update_seconds=slow, update_cores=1)
+    daily = planned("128MiB", machine=machine).node_written_per_day
+
+    def suggested(days: float) -> list[Change]:
+        drives = replace(MACHINE.drives, endurance_bytes=days * daily)
+        return best_changes(planned("128MiB", machine=replace(machine, drives=drives)))
+
+    def slower(changes: list[Change]) -> list[Change]:
+        return [change for change in changes if change.saved < 0]
+
+    worn = suggested(0.9 * WORN_DAYS)
+    assert any("state.format" in change.what for change in slower(worn))
+    assert all(change.writes_saved > LEAST_GAIN for change in slower(worn))
+    assert not slower(suggested(1.1 * WORN_DAYS))
+
+
+def test_estimate_prepares_each_trace_and_simulates_each_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner and the estimate share the prepared traces and the results of simulations."""
+    cycles: list[Any] = []
+    simulated: list[Any] = []
+    prepare, length = Cycle.__init__, Timing.length
+
+    def counted_prepare(cycle: Cycle, trace: Any, layout: Any) -> None:
+        cycles.append(trace)
+        prepare(cycle, trace, layout)
+
+    def counted_length(timing: Timing, transfers: Any, work: float, resources: Any = NOTHING) -> float:
+        case = timing, tuple(transfers.reach), transfers.cache_slots, work, resources
+        assert case not in simulated
+        simulated.append(case)
+        return length(timing, transfers, work, resources)
+
+    monkeypatch.setattr(Cycle, "__init__", counted_prepare)
+    monkeypatch.setattr(Timing, "length", counted_length)
+    found = planned("128MiB", work=replace(WORK, clipping=True))
+    assert found.seconds.step > 0
+    assert len(cycles) == 2, "one with overlapped updates, and one without"
+    assert simulated
+
+
+def test_changes_for_insufficient_device_memory_fit() -> None:
+    """Each change that the message names has been estimated, including the number of tokens that fit."""
+    work = replace(WORK, batch_tokens=32 * WORK.sequence)
+    memory = int(working_bytes(MODEL, replace(work, micro_batches=32))) - 300 * 2**20
+    machine = replace(MACHINE, device=replace(MACHINE.device, memory_bytes=memory))
+
+    def problems(work: Workload, tier: str = "device") -> tuple[str, ...]:
+        return planned(machine=machine, work=work, activations__tier=tier).problems
+
+    (problem,) = problems(work)
+    assert "use more micro-batches" not in problem
+    assert "checkpointing" not in problem
+    assert "loss-tokens" not in problem
+    tokens, parts = re.search(r"at most ([\d,]+) tokens per step in (\d+) micro-batches", problem).groups()
+    most = int(tokens.replace(",", ""))
+    assert not problems(replace(work, batch_tokens=most, micro_batches=int(parts)))
+    more = most + work.sequence * work.world_size
+    assert problems(replace(work, batch_tokens=more, micro_batches=more // work.sequence // work.world_size))
+    loop = int(re.search(r"a loop over (\d+) micro-batches", problem)[1])
+    assert not problems(replace(work, micro_batches=loop, layer_major=False))
+    parts = int(re.search(r'activations\.tier = "nvme" with (\d+) micro-batches', problem)[1])
+    assert not problems(replace(work, micro_batches=parts), "nvme")
+
+
+def test_changes_for_insufficient_drive_space_fit() -> None:
+    """The smallest state format is not told to use another one, but to keep fewer checkpoints."""
+    need = planned(state__format="8bit", run__retained_checkpoints=1).first_drive_bytes
+    machine = replace(MACHINE, drives=replace(MACHINE.drives, space_bytes=need))
+    (problem,) = planned(machine=machine, state__format="8bit", run__retained_checkpoints=3).problems
+    assert "run.retained_checkpoints = 1," in problem
+    assert "state.format" not in problem
+    (problem,) = planned(machine=machine).problems
+    name = re.search(r'state\.format = "(\S+)"', problem)
+    assert name
+    assert not planned(machine=machine, state__format=name[1]).problems
 
 
 def test_suggested_changes_match_a_new_plan() -> None:

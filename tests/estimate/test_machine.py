@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.content.format import FORMATS
-from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
+from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Accelerator, Drives, Machine
 
 SPEED = st.floats(1e8, 1e11)
 
@@ -35,6 +35,14 @@ def test_ranks_of_a_node_share_its_drives() -> None:
         count=3, read=12e9, write=6e9, mixed=9e9, space_bytes=150, endurance_bytes=1.5e15
     )
     assert machine.update("fp32") == UPDATE_SECONDS["fp32"] / 2
+
+
+def test_every_accelerator_has_cores_and_a_bandwidth_between_ranks() -> None:
+    """Links between accelerators are faster than the detour through host memory."""
+    for device in ACCELERATORS.values():
+        assert device.cores > 0
+        assert device.interconnect >= device.link / 2 > 0
+    assert Accelerator(name="cpu", flops=1e12).interconnect == 0
 
 
 def test_every_format_has_an_update_speed() -> None:

@@ -26,7 +26,7 @@ from infinity.fsdp.shard import PagedShard
 from support import models
 from support.ranks import RankPool
 from support.tables import one_of
-from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
+from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, settings, train
 
 RECIPE = Recipe(model="toy", steps=2)
 LEAST = Paging(host_cache="least")
@@ -249,6 +249,36 @@ def test_models_changed_after_offload_match_memory(name: str, tmp_path: Path) ->
     expected = after(model, make_optimizer(RECIPE, model))
     with offloaded(RECIPE, LEAST, tmp_path) as (model, optimizer):
         assert differing(expected, after(model, optimizer)) == []
+
+
+def compare_after_early_use(folder: str) -> list[str]:
+    """Return the differences from memory if the model has run a forward and a backward before `offload`."""
+
+    def after(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        outcome = Outcome()
+        train(RECIPE, model, optimizer, outcome)
+        return {"losses": outcome.losses} | locals_of(model)
+
+    def used() -> nn.Module:
+        model = models.build("toy")
+        model(batch(model, 0)).backward()
+        model.zero_grad()
+        return model
+
+    model = used()
+    expected = after(model, make_optimizer(RECIPE, model))
+    model = used()
+    config = settings(Path(folder), LEAST, 4 << 20)
+    with infinity.offload(model, make_optimizer(RECIPE, model), config) as optimizer:
+        return differing(expected, after(model, optimizer))
+
+
+def test_model_used_before_offload_matches_memory(tmp_path: Path) -> None:
+    assert compare_after_early_use(str(tmp_path)) == []
+
+
+def test_model_used_before_offload_on_two_ranks_matches_memory(tmp_path: Path, pair: RankPool) -> None:
+    assert pair.run(compare_after_early_use, str(tmp_path)) == [[], []]
 
 
 # Copying and saving #

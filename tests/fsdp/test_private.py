@@ -125,6 +125,28 @@ def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
     assert len(params(model)) == len(list(model.parameters()))
 
 
+@pytest.mark.skipif(not torch_private.has_parameter_groups(), reason="this release of torch supports only one group")
+def test_parameter_groups_of_one_module_are_gathered_together() -> None:
+    """Each group has its own dtypes, and the gradients of all groups are reduced."""
+    layer = nn.Linear(4, 4)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=bf16, ignored_params={layer.bias})
+    torch_private.add_parameter_group(layer, [layer.bias], MixedPrecisionPolicy())
+    groups = dict(torch_private.parameter_groups(layer))
+    assert list(groups) == ["root", "root#1"]
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append((layer.weight.dtype, layer.bias.dtype))
+        return x @ layer.weight.T + layer.bias
+
+    layer.forward = forward
+    layer(torch.ones(2, 4)).sum().backward()
+    assert seen == [(torch.bfloat16, torch.float32)]
+    assert torch.equal(layer.bias.grad.full_tensor(), torch.full((4,), 2.0))
+    assert torch.equal(layer.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+
+
 def test_tied_parameter_occurs_once() -> None:
     """FSDP2 stores a shared parameter once, with all modules that use it."""
     tied = models.build("tied")
@@ -324,6 +346,18 @@ def test_local_tensor_may_be_replaced_before_the_first_forward(model: nn.Module)
         torch_private.replace_local_tensor(param, torch_private.local_tensor(other).clone())
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert models.loss_of(model, batch(model, 0)).item() == expected
+
+
+def test_local_tensor_may_be_replaced_after_a_forward(model: nn.Module) -> None:
+    """`_init_extensions` lets FSDP2 use the all-gather extension of the new local tensor."""
+    models.loss_of(model, batch(model, 0))
+    torch_private.reshard(model)
+    _, param = params(model)[0]
+    assert not hasattr(param, "_extensions_data")
+    shard = torch_private.local_tensor(param).clone()
+    shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = lambda *_: None  # type: ignore[attr-defined]
+    torch_private.replace_local_tensor(param, shard)
+    assert hasattr(param, "_extensions_data")
 
 
 def test_replacing_a_meta_local_tensor_keeps_the_parameter() -> None:
@@ -690,3 +724,39 @@ def test_each_backward_has_a_unique_number() -> None:
 def test_sharded_parameters_have_only_known_attributes(model: nn.Module) -> None:
     """All attributes other than `PARAMETER_MARKS` were set by users."""
     assert {name for param in model.parameters() for name in vars(param)} == torch_private.PARAMETER_MARKS
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
+
+
+def test_interrupted_backward_is_detected_and_reset(model: nn.Module) -> None:
+    """Gradients that were not reduced yet are dropped on request, and the next backward is complete."""
+    states = torch_private.fsdp_states(model)
+    models.loss_of(model, batch(model, 0)).backward()
+    expected = [param.grad.to_local().clone() for param in model.parameters()]
+    assert len(states) == 4
+    assert torch_private.can_reset_states(states)
+    for gradients in (True, False):
+        model.zero_grad()
+        failing = next(iter(model.blocks[1].parameters())).register_post_accumulate_grad_hook(_fail)
+        loss = models.loss_of(model, batch(model, 0))
+        assert not torch_private.backward_is_unfinished(states)
+        with pytest.raises(MemoryError):
+            loss.backward()
+        failing.remove()
+        assert torch_private.backward_is_unfinished(states)
+        torch_private.reset_states(states, gradients=gradients)
+        assert not torch_private.backward_is_unfinished(states)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        model.zero_grad()
+        models.loss_of(model, batch(model, 0)).backward()
+        found = [param.grad.to_local() for param in model.parameters()]
+        assert all(map(torch.equal, expected, found)) == gradients
+
+
+def test_state_is_initialized_before_the_first_forward(model: nn.Module) -> None:
+    states = torch_private.fsdp_states(model)
+    assert {state._is_root for state in states} == {None}
+    torch_private.initialize_state(model)
+    assert [state._is_root for state in states] == [True, False, False, False]

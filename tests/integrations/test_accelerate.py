@@ -242,6 +242,30 @@ def test_load_state_resumes_a_saved_run(tmp_path: Path) -> None:
     assert sum(sizes) < 64 << 10, "the folder must not contain a copy of the state"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_load_state_restores_the_learning_rate(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A scheduler that was created after `prepare` has set the rate of the first step."""
+    first_half(str(tmp_path))
+    with accelerator() as acc:
+        model = sharded()
+        given = optimizer_of(model)
+        before = [] if late else [scheduler_of(given)]
+        resumed = {"config": settings(tmp_path), "resume_from": tmp_path / "half"}
+        _, optimizer, loader, *schedulers = prepare(
+            acc, model, given, DataLoader(data(), batch_size=2), *before, **resumed
+        )
+        with optimizer.optimizer:
+            rate = given.param_groups[0]["lr"]
+            if late:
+                schedulers = [acc.prepare_scheduler(scheduler_of(optimizer.optimizer))]
+                assert given.param_groups[0]["lr"] != rate
+            acc.register_for_checkpointing(Counter())
+            acc.load_state(str(tmp_path / "half"))
+            assert given.param_groups[0]["lr"] == rate == schedulers[0].get_last_lr()[0]
+            loop(acc, (model, optimizer, loader, *schedulers), first=HALF, last=HALF + 1)
+    assert "by a scheduler" not in caplog.text
+
+
 @pytest.mark.wide
 def test_load_state_resumes_a_saved_run_on_two_ranks(pair: RankPool, tmp_path: Path) -> None:
     halves = zip(pair.run(first_half, str(tmp_path)), pair.run(second_half, str(tmp_path)), strict=True)

@@ -27,6 +27,7 @@ def train(folder: Path, config: str, result: str, *arguments: str, first: str = 
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "by a scheduler" not in done.stderr, "a resumed run starts with the learning rate of its checkpoint"
     return [torch.load(folder / f"{result}-{rank}.pt") for rank in range(ranks)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from infinity.accumulation.micro_batches import LayerMajor
 from infinity.errors import UnsupportedError
 from infinity.integrations.transformers import attach
 from support.tables import WIDE, all_but
-from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings
+from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings, with_adapters
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
 
@@ -148,6 +150,25 @@ def test_dpo_trainer_with_adapters_requires_a_reference_model(tmp_path: Path) ->
     losses = outcome_of(trainer).losses
     assert len(set(losses)) == len(losses) == 3
     trainer.end()
+
+
+WITHOUT_A_REFERENCE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Cannot copy out of meta tensor": (partial(build, "meta"), {"precompute_ref_log_probs": True}),
+    ".numpy() is not supported for tensor subclasses": (build, {"precompute_ref_log_probs": True}),
+    "got mixed torch.Tensor and DTensor": (with_adapters, {}),
+}
+"""Errors of the constructor of `DPOTrainer` without `ref_model`, and what causes them."""
+
+
+@pytest.mark.parametrize("error", WITHOUT_A_REFERENCE)
+def test_documentation_names_errors_of_dpo_trainer_without_a_reference_model(error: str, tmp_path: Path) -> None:
+    """The constructor runs before `attach`. With `ref_model`, it succeeds."""
+    model, given = WITHOUT_A_REFERENCE[error]
+    with pytest.raises(Exception, match=re.escape(error)):
+        dpo(tmp_path / "out", model(), None, **given)
+    dpo(tmp_path / "out", model(), build("plain"), **given)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md"
+    assert f'"{error}"' in " ".join(page.read_text().split())
 
 
 @WIDE

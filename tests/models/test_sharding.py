@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import infinity
 from infinity import torch_private
 from infinity.errors import UnsupportedError
+from infinity.formats import transformers_names as names
 from infinity.models.sharding import layers_of, shard
+from support.ranks import RankPool
+from support.train import full_copy
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
 transformers = pytest.importorskip("transformers")
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+needs_groups = pytest.mark.skipif(
+    not torch_private.has_parameter_groups(), reason="FSDP2 of this torch release has one dtype per FSDP module"
+)
 FEATURES = {
     name: tuple(f"{name.lower()}.feature_extractor.conv_layers.{number}" for number in range(2))
     for name in ("Wav2Vec2", "Hubert")
@@ -137,39 +145,107 @@ def test_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixtur
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root"]
 
 
-def test_routers_are_computed_in_fp32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in transformers, parameters in `_keep_in_fp32_modules_strict` are stored, gathered and saved in fp32.
-
-    A model that is trained in fp32 computes them in bf16, which is reported.
-    """
+def deepseek() -> Any:
+    """Return a small DeepSeek-V3 in bf16. transformers keeps its routers in fp32 when it is loaded."""
+    torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
         n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=16, architectures=["DeepseekV3ForCausalLM"],
     )  # fmt: skip
-    transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    infinity.from_pretrained(tmp_path / "model")
-    assert "computes model.layers.1.mlp.gate.weight in torch.bfloat16" in caplog.text
-    caplog.clear()
-    model = infinity.from_pretrained(tmp_path / "model", dtype="auto")
+    return transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+
+
+@needs_groups
+@pytest.mark.parametrize("dtype", [torch.float32, "auto"], ids=str)
+@pytest.mark.parametrize("slices", [1, 2])
+def test_routers_are_computed_in_fp32(
+    dtype: torch.dtype | str, slices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, parameters in `_keep_in_fp32_modules_strict` are stored, gathered and saved in fp32."""
+    deepseek().save_pretrained(tmp_path / "model")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).train()
+    in_fp32 = {name for name, value in expected.state_dict().items() if value.dtype == torch.float32}
+    shard(expected, mesh=infinity.mesh(), mp_policy=BF16)
+    losses = _losses(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True), slices)
+    model = infinity.from_pretrained(tmp_path / "model", dtype=dtype)
     assert not caplog.records
-    seen = []
+    seen = set()
     gate = model.model.layers[1].mlp.gate
-    gate.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
+    gate.register_forward_pre_hook(lambda module, args: seen.add((module.weight.dtype, args[0].dtype)))
     settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
-    with infinity.offload(model, torch.optim.AdamW(model.parameters(), fused=True), settings) as optimizer:
-        tokens = torch.arange(10)[None]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        assert seen == [(torch.float32, torch.bfloat16)]
-        optimizer.step()
-        optimizer.zero_grad()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with infinity.offload(model, adamw, settings) as optimizer:
+        assert _losses(model, optimizer, slices) == losses
+        assert seen == {(torch.float32, torch.bfloat16)}
         optimizer.save_pretrained(tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name for name, value in saved.items() if value.dtype == torch.float32} >= {
-        name for name, value in expected.state_dict().items() if value.dtype == torch.float32
+    assert "model.layers.1.mlp.gate.weight" in in_fp32
+    assert all(saved[name].dtype == torch.float32 for name in in_fp32 & saved.keys())
+
+
+def routers_on_ranks(folder: str) -> list[str]:
+    """Compare a paged DeepSeek-V3 with one in memory whose routers are FSDP modules of their own."""
+    expected = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype="auto").train()
+    mesh, fp32 = infinity.mesh("cpu"), MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    fully_shard(expected.model.layers[1].mlp.gate, mesh=mesh, mp_policy=fp32)
+    for layer in (*expected.model.layers, expected):
+        fully_shard(layer, mesh=mesh, mp_policy=BF16)
+    losses = _losses(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True))
+    model = infinity.from_pretrained(Path(folder) / "model", dtype="auto", mesh=mesh)
+    settings = {"storage": {"paths": [str(Path(folder) / "run")]}, "memory": {"host_bytes": "16MiB"}}
+    with infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), settings) as optimizer:
+        found = ["losses"] if _losses(model, optimizer) != losses else []
+        for name, value in expected.named_parameters():
+            if not torch.equal(full_copy(value), full_copy(model.get_parameter(name))):
+                found.append(name)
+    return found
+
+
+@needs_groups
+def test_routers_in_fp32_are_bitwise_equal_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    deepseek().save_pretrained(tmp_path / "model")
+    assert pair.run(routers_on_ranks, str(tmp_path)) == [[], []]
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, slices: int = 0) -> list[float]:
+    if slices:
+        infinity.micro_batches(model, slices)
+    losses = []
+    for _ in range(3):
+        tokens = torch.arange(20).reshape(2, 10)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_old_torch_computes_routers_in_bf16_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The FSDP2 of torch 2.11 computes with one dtype per FSDP module."""
+    monkeypatch.setattr(torch_private, "has_parameter_groups", lambda: False)
+    deepseek().save_pretrained(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert "computes model.layers.1.mlp.gate.weight in torch.bfloat16" in caplog.text
+    assert "install torch 2.13 or newer" in caplog.text
+
+
+@needs_groups
+def test_fsdp_module_with_only_fp32_parameters_has_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "kept_in_fp32", lambda model, dtype: {"norm.weight", "norm.bias", "list0.0.own.bias"})
+    model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]), norm=nn.LayerNorm(2)).to(torch.bfloat16)
+    shard(model, mesh=infinity.mesh("cpu"), mp_policy=BF16)
+    groups = dict(torch_private.parameter_groups(model))
+    dtypes = {
+        name: {torch_private.compute_dtype(param) for param in torch_private.fsdp_params(group)}
+        for name, group in groups.items()
     }
+    assert dtypes == {"root": {torch.float32}, "list0.0": {torch.bfloat16}, "list0.0#1": {torch.float32}}
 
 
 def test_mixed_dtypes_are_rejected_before_anything_is_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,18 @@ def test_transient_activation_faults_are_retried(tmp_path: Path) -> None:
 def test_full_drive_raises_budget_error_in_the_first_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error reports the free and the required space."""
 
-    def no_space(descriptor: int, file: Path, begin: int, end: int) -> None:
-        raise folder._no_room(file, end - begin, 4096, os.strerror(28))
+    def no_space(*arguments: Any) -> None:
+        used = shutil.disk_usage(tmp_path)._replace(free=4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(folder.shutil, "disk_usage", lambda _: used)
+            extend(*arguments)
 
+    extend = space_reservation.extend
     monkeypatch.setattr(space_reservation, "extend", no_space)
-    with pytest.raises(BudgetError, match=r"nvme0/\S+ has 4 KiB free, but this run needs .* there \(No space left"):
+    found = (
+        r"nvme0/\S+ has \S+ MiB free, including \S+ MiB that this run occupies, but this run needs .* \(No space left"
+    )
+    with pytest.raises(BudgetError, match=found):
         losses(tmp_path, steps=1)
 
 

@@ -10,7 +10,17 @@ import pytest
 from infinity.errors import InfinityError, StorageError
 from infinity.io import Op
 from support.fault_engine import Fault, FaultKind
-from support.faults import CASES, EXITED, KILLED, KILLED_WITHOUT_PIDFD, FaultyRanks, damaged_pages, describe, put_back
+from support.faults import (
+    CASES,
+    EXITED,
+    KILLED,
+    KILLED_WITHOUT_PIDFD,
+    RECEIVED,
+    FaultyRanks,
+    damaged_pages,
+    describe,
+    put_back,
+)
 from support.ranks import RankPool
 from support.session import EVERY, Session, reference
 from support.train import faulty
@@ -123,6 +133,13 @@ def test_peer_of_a_failed_rank_exits_from_its_collective(dying: FaultyRanks, tmp
     _, peer = dying.run(case, 1, tmp_path, swallowed=True)[::-1]
     assert peer.status == 1
     assert re.search(rf"rank 1 failed: {case.error}.*; rank 0 .*collective .*2 s", peer.logged)
+
+
+def test_sender_exits_if_the_receive_is_not_supported(dying: FaultyRanks, tmp_path: Path) -> None:
+    """Only the receiver would write to a tensor on NVMe, so the sender would otherwise wait for it forever."""
+    _, peer = dying.run(RECEIVED, 1, tmp_path, swallowed=True)[::-1]
+    assert peer.status == 1
+    assert re.search(rf"rank 1 failed: {RECEIVED.error}.*; rank 0 .*collective .*2 s", peer.logged)
 
 
 TRANSIENT = {

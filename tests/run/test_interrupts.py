@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import infinity
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.errors import InfinityError
 from infinity.optim import updates
 from infinity.optim.gradients import Gradients
 from infinity.schedule.cache import Cache
-from support import models
+from support import interrupt_storm, models
+from support.processes import run_program
 from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
 
 RECIPE = Recipe(model="toy")
@@ -263,7 +264,7 @@ def test_zero_grad_drops_partially_stored_gradients(tmp_path: Path, monkeypatch:
             patch.setattr(Gradients, "_walk", _out_of_memory)
             with pytest.raises(MemoryError):
                 models.loss_of(model, batch(model, 1)).backward()
-        recover(model)
+        torch_private.reset_states(torch_private.fsdp_states(model), gradients=True)
         with pytest.raises(InfinityError, match=r"incomplete .*call zero_grad\(\)"):
             optimizer.step()
         optimizer.zero_grad()
@@ -315,22 +316,107 @@ def test_zero_grad_drops_unapplied_gradients(tmp_path: Path) -> None:
         with pytest.raises(MemoryError):
             models.loss_of(model, batch(model, 3)).backward()
         failing.remove()
-        recover(model)
         optimizer.zero_grad()
         losses += [step(model, optimizer, number) for number in range(3, STEPS)]
     assert losses == in_memory()
 
 
-def recover(model: Any) -> None:
-    """Reset FSDP2 after a failed backward pass, as users do."""
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for param in group.fsdp_params:
-                    if hasattr(param, "_unsharded_param"):
-                        param._unsharded_param.grad = None
-                    param.unsharded_accumulated_grad = None
-    model.reset_iter_state()
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
+def test_interrupted_backward_can_be_repeated_after_zero_grad(
+    update_schedule: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 would ignore the gradients of all further steps, so that they would train nothing."""
+    model, optimizer = paged(tmp_path, update_schedule)
+    with optimizer:
+        losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
+        interrupt_backward(model, optimizer, 2, at, monkeypatch)
+        for use in (optimizer.step, lambda: models.loss_of(model, batch(model, 2))):
+            with pytest.raises(InfinityError, match=r"interrupted; call optimizer\.zero_grad\(\) and repeat"):
+                use()
+        optimizer.zero_grad()
+        losses += [step(model, optimizer, number) for number in range(2, STEPS)]
+        assert optimizer.steps == STEPS
+    assert losses == in_memory()
+
+
+def test_backward_interrupted_after_an_update_cannot_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = paged(tmp_path, "in_backward")
+    with optimizer:
+        train(model, optimizer, 2)
+        interrupt_backward(model, optimizer, 2, 15, monkeypatch)
+        for use in (optimizer.step, optimizer.zero_grad, lambda: models.loss_of(model, batch(model, 2))):
+            with pytest.raises(InfinityError, match=r"after some updates had run; .* resume from the last checkpoint"):
+                use()
+
+
+def test_backward_interrupted_on_several_ranks_cannot_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks may have stopped between different collectives, which would then be paired with each other."""
+    model, optimizer = paged(tmp_path, "after_backward")
+    with optimizer:
+        monkeypatch.setattr(optimizer._passes, "_alone", False)
+        step(model, optimizer, 0)
+        interrupt_backward(model, optimizer, 1, 5, monkeypatch)
+        with pytest.raises(InfinityError, match=r"ranks may differ .* resume from the last checkpoint"):
+            optimizer.zero_grad()
+
+
+def test_interrupt_in_the_first_step_does_not_change_the_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are dropped before `step()` otherwise rule out updates in backward."""
+    model, optimizer = paged(tmp_path, "in_backward")
+    with optimizer:
+        interrupt_backward(model, optimizer, 0, 5, monkeypatch)
+        optimizer.zero_grad()
+        assert train(model, optimizer, STEPS) == in_memory()
+        assert optimizer.update_schedule == "in_backward"
+
+
+def test_ctrl_c_during_the_preparation_of_the_first_forward_is_deferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 takes an interrupted preparation as complete."""
+    model, optimizer = paged(tmp_path, "after_backward")
+    state = type(model._get_fsdp_state())  # type: ignore[operator]
+    with optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "_init_shared_state", interrupt_at_call(state._init_shared_state))
+            with pytest.raises(KeyboardInterrupt):
+                models.loss_of(model, batch(model, 0))
+        assert train(model, optimizer, STEPS) == in_memory()
+
+
+def test_ctrl_c_in_a_gather_does_not_disable_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without deferral, Ctrl-C within `torch.no_grad().__exit__` leaves gradients disabled."""
+    model, optimizer = paged(tmp_path, "after_backward")
+    with optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.no_grad, "__exit__", interrupt_at_call(torch.no_grad.__exit__))
+            with pytest.raises(KeyboardInterrupt):
+                models.loss_of(model, batch(model, 0))
+        assert torch.is_grad_enabled()
+
+
+def interrupt_backward(model: Any, optimizer: Any, number: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the backward of a step, and interrupt it when its `at`-th gradient arrives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradients, "take", interrupt_at_call(Gradients.take, at))
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer, number)
+
+
+@pytest.mark.parametrize("storms", [3, pytest.param(40, marks=pytest.mark.wide)])
+def test_interrupted_loops_end_with_the_same_state(storms: int, tmp_path: Path) -> None:
+    """A short version of the storms of `make crash-test`."""
+    program = Path(interrupt_storm.__file__)
+    done = run_program(program, "--storms", storms, "--dir", tmp_path, folder=tmp_path, environment={})
+    assert done.stdout.splitlines()[-1:] == [f"{storms} storms, 0 failures"], done.stdout + done.stderr[-4000:]
+    assert "\n0 interrupts" not in done.stdout
 
 
 def test_weights_can_be_read_from_another_thread(tmp_path: Path) -> None:

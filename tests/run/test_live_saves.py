@@ -25,6 +25,7 @@ from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import export_safetensors
 from infinity.fsdp.shard_io import ShardIO
 from infinity.io import Op
+from infinity.run.live_state import LiveState
 from support import families, models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
@@ -176,6 +177,38 @@ def test_invalid_save_calls_are_rejected(tmp_path: Path) -> None:
             optimizer.save_dcp(tmp_path / "out", extra={"a": object()})
         assert not (tmp_path / "out").exists()
         optimizer.save_dcp(tmp_path / "out")
+
+
+def save_with_exchange_failure(folder: str, failing: int) -> list[str]:
+    """Save while one rank cannot allocate memory for the exchange of slices, and again without this failure.
+
+    Runs on every rank. Return the type of the error and the names of the files.
+    """
+    original, root = LiveState.__init__, Path(folder)
+
+    def without_memory(state: LiveState, *arguments: Any) -> None:
+        original(state, *arguments)
+        if dist.get_rank() == failing:
+            state._wire = torch.device("mps")  # does not exist on Linux
+
+    with offloaded(Recipe(model="toy"), Paging(host_cache="least"), root) as (_, optimizer):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LiveState, "__init__", without_memory)
+            try:
+                optimizer.save_pretrained(root / "out")
+                said = "no error"
+            except Exception as error:
+                said = f"rank {failing}" if f"failed on rank {failing}" in str(error) else type(error).__name__
+        return [said, *sorted(path.name for path in optimizer.save_pretrained(root / "out"))]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failed_exchange_of_slices_is_raised_on_both_ranks(failing: int, pair: RankPool, tmp_path: Path) -> None:
+    """Neither rank waits for the other one in `send` or `recv`, and the next save succeeds."""
+    found = pair.run(save_with_exchange_failure, str(tmp_path), failing)
+    assert found[1 - failing] == [f"rank {failing}", "model.safetensors"]
+    assert found[failing][0] not in ("no error", f"rank {failing}")
+    assert found[failing][1:] == ["model.safetensors"]
 
 
 def save_to_full_drive(folder: str) -> list[Any]:

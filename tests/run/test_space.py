@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,9 +35,9 @@ def test_reservation_ends_after_allocation(tmp_path: Path, monkeypatch: pytest.M
     seen: list[list[str]] = []
     reserve = space_reservation.reserve
 
-    def observed_reserve(file: Path, size: int) -> None:
+    def observed_reserve(*arguments: Any) -> None:
         seen.append(reserved(runtime))
-        reserve(file, size)
+        reserve(*arguments)
 
     monkeypatch.setattr(space_reservation, "reserve", observed_reserve)
     with daemon(runtime):

@@ -26,6 +26,9 @@ RECIPE = Recipe(model="toy")
 STAGES = (
     "run_directory.make_paths",
     "run_directory.FolderLock.acquire",
+    "run_directory.run_ids",
+    "run_directory.FolderLock.name",
+    "offload.plan_memory",
     "run_directory._agree_on_stripe_weights",
     "run.Peers",
     "space_reservation.reserve",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
+from infinity.schedule.planner import Plan, Simulation, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.schedule_choice import choose_plan
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
 from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, staged_computation, updating
@@ -109,7 +109,8 @@ def test_cache_slots_for_one_fsdp_module_keep_the_drive_busy(threaded: bool) -> 
     )
     assert narrow_time > 1.4 * narrow.traffic.total_bytes
     assert wide_time < 1.3 * wide.traffic.total_bytes
-    assert preferred([narrow, wide], layout, threaded=threaded) is wide
+    simulations = [Simulation(plan, layout, threaded=threaded) for plan in (narrow, wide)]
+    assert preferred(simulations).plan is wide
 
 
 TRAINING_ACCESS = (0, 0, 1, 0, [True], 0.0, [PAGE])

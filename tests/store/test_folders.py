@@ -27,6 +27,8 @@ from infinity.store import folder as folders
 from infinity.store.folder import (
     FolderLock,
     RunFolder,
+    allocated_bytes,
+    extend,
     holder_of,
     holders,
     no_starts,
@@ -34,7 +36,7 @@ from infinity.store.folder import (
     reserve,
     stale_locks,
 )
-from infinity.store.marker import MARKER_NAME, look_for_runs, new_run_id, read_marker
+from infinity.store.marker import MARKER_NAME, is_run_id, look_for_runs, new_run_id, read_marker, run_ids
 from infinity.untrusted_files import open_own, own_folder, read_own, replacing, write_own
 from support import models
 from support.session import EVERY, RECIPE, STEPS, Session, reference
@@ -287,6 +289,23 @@ def test_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch
     assert not run.data_file(0, 1).exists()
     assert [name.rank for name in published_in(run.checkpoints)] == [0]
     assert run.data_file(0, 0).exists()
+
+
+def test_run_ids_sort_after_existing_runs_regardless_of_the_clock(tmp_path: Path) -> None:
+    """Incomplete runs count as well, and names without a valid time do not."""
+    last = "29991231-235959-fff000"
+    for name in (last, "20260101-000000-000000", "20269999-000000-000000", "30000101-000000.bak"):
+        (tmp_path / name).mkdir()
+    known = run_ids([tmp_path, tmp_path / "missing"])
+    assert last in known
+    assert len(known) == 3
+    found = [new_run_id(known)]
+    for _ in range(3):
+        found.append(new_run_id(found))
+    assert [run_id[:19] for run_id in found] == [f"30000101-000000-00{number}" for number in range(4)]
+    assert all(map(is_run_id, found))
+    assert is_run_id(new_run_id(["99991231-235959-ffffff"]))
+    assert new_run_id(["20269999-000000-000000"]) < last
 
 
 # Locks #
@@ -782,6 +801,45 @@ def test_lock_is_released_even_if_its_file_cannot_be_removed(
 
 def _raise_eio(*_: Any, **__: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_reserve_counts_the_space_that_the_run_already_occupies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error compares the totals, although a file grows in several steps and other files are complete."""
+    drive, real, unlinked = 8 * MIB, os.posix_fallocate, [0]
+    roots = [tmp_path / "nvme0" / "run", tmp_path / "nvme1" / "run"]
+    for root in roots:
+        root.mkdir(parents=True)
+    files = [roots[0] / "rank00000.pages", roots[0] / "rank00001.pages", roots[1] / "rank00000.pages"]
+
+    def disk_usage(_: object) -> Any:
+        return type(usage)(drive, 0, drive - sum(map(allocated_bytes, files)) - unlinked[0])
+
+    def allocate(descriptor: int, begin: int, length: int) -> None:
+        if length > disk_usage("").free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, begin, length)
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(folders.os, "posix_fallocate", allocate)
+    with pytest.raises(BudgetError, match="run has 8 MiB free, but this run needs 9 MiB there"):
+        reserve(files[0], 9 * MIB, roots)
+    reserve(files[0], 3 * MIB, roots)
+    with pytest.raises(BudgetError, match=r"has 8 MiB free, including 3 MiB that this run occupies, .* needs 9 MiB"):
+        reserve(files[0], 9 * MIB, roots)
+    reserve(files[1], 2 * MIB, roots)
+    with pytest.raises(BudgetError, match=r"has 8 MiB free, including 5 MiB that this run occupies, .* needs 9 MiB"):
+        reserve(files[2], 4 * MIB, roots)
+    with open(files[2], "wb") as file:
+        extend(file.fileno(), files[2], 0, MIB, roots)
+        files[2].unlink()  # as for activations
+        unlinked[0] = MIB
+        with pytest.raises(
+            BudgetError, match=r"has 8 MiB free, including 6 MiB that this run occupies, .* needs 10 MiB"
+        ):
+            extend(file.fileno(), files[2], MIB, 5 * MIB, roots)
 
 
 # Private files #

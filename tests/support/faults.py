@@ -47,6 +47,8 @@ class Case:
     """Whether the last checkpoint may be damaged."""
     prepare: Callable[[], None] | None = None
     """Function called on every rank before training."""
+    peer_act: Callable[[Session], None] | None = None
+    """Action of the other rank at the time of the failure."""
 
     def peer_error(self, rank: int) -> str:
         """Return the regular expression for the error on the other rank if `rank` fails."""
@@ -94,6 +96,20 @@ def _move_data(session: Session) -> None:
 def _move_checkpoints(session: Session) -> None:
     session.step()  # after which the other rank has completed its checkpoint
     move_away(session.optimizer.run.folder.checkpoints)
+
+
+def _receive_into_weight(session: Session) -> None:
+    with torch.no_grad():
+        dist.recv(_weight(session), 1 - dist.get_rank())
+
+
+def _send_weight(session: Session) -> None:
+    with torch.no_grad():
+        dist.send(_weight(session).clone(), 1 - dist.get_rank())
+
+
+def _weight(session: Session) -> torch.Tensor:
+    return session.model.blocks[0].up.weight.to_local()
 
 
 def move_away(place: Path) -> None:
@@ -158,6 +174,11 @@ KILLED_WITHOUT_PIDFD = {
     "pidfd_open failed (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
 }
 """Cases without pidfd_open, because it is not permitted or not available in Python, by logged reason."""
+RECEIVED = Case(
+    act=_receive_into_weight,
+    peer_act=_send_weight,
+    error=r"UnsupportedError: c10d\.recv_\.default would write to blocks\.0\.up\.weight, but collectives cannot write",
+)
 EXITED = Case(act=_exit_early, error="", peer="RuntimeError: .*by peer")
 """A rank that closes its optimizer and exits while the other rank continues. The collectives of the latter fail."""
 
@@ -229,22 +250,24 @@ def _live(case: Case, fails: bool, rank: int, folder: str, swallowed: bool) -> N
     store = dist.FileStore(f"{folder}/group", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * PATIENCE))
     try:
-        _run_rank(case if fails else None, Path(folder), case.storage, swallowed)
+        _run_rank(case, Path(folder), fails=fails, swallowed=swallowed)
     except BaseException as error:
         Path(folder, f"said{rank}").write_text(describe(error))
         raise SystemExit(1) from None
 
 
-def _run_rank(case: Case | None, folder: Path, storage: dict[str, Any], swallowed: bool) -> None:
-    faults = (case.fault,) if case is not None and case.fault is not None else ()
-    with faulty(*faults, on=False) as engines, Session(folder, storage=storage) as session:
+def _run_rank(case: Case, folder: Path, *, fails: bool, swallowed: bool) -> None:
+    faults = (case.fault,) if fails and case.fault is not None else ()
+    with faulty(*faults, on=False) as engines, Session(folder, storage=case.storage) as session:
         session.run(EVERY)
-        if case is not None:
-            case.begin(session, engines[-1])
         try:
+            if fails:
+                case.begin(session, engines[-1])
+            elif case.peer_act is not None:
+                case.peer_act(session)
             session.run()
         except Exception:
-            if not (swallowed and case):
+            if not (swallowed and fails):
                 raise
             while not (folder / f"ended{1 - dist.get_rank()}").exists():
                 time.sleep(0.02)

@@ -7,9 +7,11 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+from infinity import torch_private
 from support import models
 from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
 from support.train import OPTIMIZERS, batch
@@ -604,9 +606,7 @@ pattern(
 )(new_optimizer)
 
 
-@pattern(
-    "optimizer.state_dict()", UNSUPPORTED, "checkpoint", note="use `save_checkpoint()`, `save_dcp()` or `read_state()`"
-)
+@pattern("optimizer.state_dict()")
 def state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -615,8 +615,17 @@ def state_dict(loop: Loop) -> None:
             loop.record("state", len(optimizer.state_dict()["state"]))
 
 
-@pattern("optimizer.load_state_dict()", UNSUPPORTED, "resume|dcp", note="set `run.resume`")
+@pattern("optimizer.load_state_dict() of its own state_dict()")
 def load_state_dict(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pattern("optimizer.load_state_dict() without states, to start again")
+def load_empty_state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
@@ -626,12 +635,7 @@ def load_state_dict(loop: Loop) -> None:
             optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "params": numbers}]})
 
 
-@pattern(
-    "torch.distributed.checkpoint.state_dict.get_state_dict",
-    UNSUPPORTED,
-    "checkpoint",
-    note="use `save_checkpoint()`, `save_dcp()` or `read_state()`",
-)
+@pattern("torch.distributed.checkpoint.state_dict.get_state_dict")
 def distributed_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -745,6 +749,8 @@ def train_with_failing_backward(loop: Loop, *, sequences: int) -> None:
             loop.loss(model, step, 4).backward()
         except MemoryError:
             loop.record("error", step)
+            if loop.paging is None or dist.get_world_size() > 1:  # otherwise, `zero_grad()` does this
+                torch_private.reset_states(torch_private.fsdp_states(model), gradients=True)
             optimizer.zero_grad()
             for part in range(4 // sequences):
                 loop.loss(model, 10 * step + part, sequences).backward()

@@ -34,7 +34,7 @@ def rank(number: int, **values) -> Rank:
 def run(run_id: str, **values) -> Run:
     """Return a run like the first one, with `values` replaced."""
     defaults = {
-        "id": run_id, "name": "", "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
+        "id": run_id, "name": "", "user": "", "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
         "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
         "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20,
         "checkpointed": NOW - 90,

@@ -58,6 +58,16 @@ TRAINER: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
 }  # fmt: skip
 """Configuration from the documentation of transformers' Trainer."""
+TRAINED = """\
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+LlamaForCausalLM(config).save_pretrained("weights")
+MODEL, total_steps = "weights", 10
+data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 16))]
+arguments = dict(output_dir="out", max_steps=2, warmup_steps=4, learning_rate=0.01, use_cpu=True, report_to="none")
+"""
+"""Definitions that the code with transformers' Trainer requires."""
 MODEL = """\
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -127,6 +137,83 @@ def test_generated_code_trains(tmp_path: Path) -> None:
     assert float(rate) == pytest.approx(0.01 * 0.5)  # log(2) / log(4): the second step of DeepSpeed's warm-up
     listed = run_here("store", "ls", "nvme0", "nvme1", "--json")
     assert [checkpoint["step"] for run in json.loads(listed.output) for checkpoint in run["checkpoints"]] == [2]
+
+
+def test_number_of_ranks_follows_from_the_batch_sizes() -> None:
+    """Without all three sizes, the number is that of the DeepSpeed run."""
+    done = translated({**INFINITY, "train_batch_size": 32})
+    assert done.ranks == 8
+    assert "# For 8 ranks" in done.toml
+    assert "torchrun --nproc-per-node 8 train.py" in done.code
+    one = translated({**INFINITY, "train_batch_size": 4})
+    assert (one.ranks, "python train.py" in one.code, "# For 1 rank," in one.toml) == (1, True, True)
+    for sizes in ({}, {"train_batch_size": 33}, {"train_batch_size": "auto"}):
+        done = translated({**INFINITY, **sizes})
+        assert done.ranks is None
+        assert "# For any number of ranks" in done.toml
+        assert "--nproc-per-node N train.py" in done.code
+
+
+def test_trainer_configuration_keeps_the_trainer() -> None:
+    """The optimizer and the scheduler of the configuration take precedence, as with DeepSpeed."""
+    code = translated(TRAINER).trainer_code
+    for line in (
+        "model = infinity.from_pretrained(MODEL)",
+        "attach(trainer, 'infinity.toml')",
+        "from infinity.integrations.transformers import attach",
+        "optimizers=(optimizer, scheduler)",
+    ):
+        assert line in code
+    assert "deepspeed=" in code
+    assert "attach(trainer, 'infinity.toml', weights=FOLDER)" in run(TRAINER).output
+    bare = translated({"bf16": {"enabled": False}, "gradient_clipping": "auto"}).trainer_code
+    assert "optimizers=" not in bare
+    assert "mp_policy=MixedPrecisionPolicy()" in bare
+    assert translated(INFINITY).trainer_code is None
+
+
+def test_generated_trainer_code_trains(tmp_path: Path) -> None:
+    """The schedule starts at the step of the DeepSpeed run if the scheduler is stepped as often before training."""
+    done = translated(TRAINER, "nvme")
+    (tmp_path / "infinity.toml").write_text(done.toml)
+    made = "scheduler = LambdaLR(optimizer, rate_at)\n"
+    assert made in done.trainer_code
+    code = done.trainer_code.replace(made, f"{made}for _ in range(5):\n    scheduler.step()\n")
+    tail = (
+        "print(trainer.optimizer.optimizer.steps, trainer.optimizer.param_groups[0]['lr'] / rate_at(7), "
+        "trainer.optimizer.param_groups[0]['weight_decay'])\n"
+    )
+    (tmp_path / "program.py").write_text(TRAINED + code + tail)
+    ran = run_process(tmp_path, program=("program.py",))
+    assert ran.status == 0, ran.errors
+    assert ran.output.splitlines()[-1].split() == ["2", "1.0", "0.0"]
+
+
+def test_defaults_of_deepspeed_do_not_replace_those_of_infinity() -> None:
+    """Tools write them into a configuration; they were chosen for DeepSpeed."""
+    parameters = {"device": "nvme", "nvme_path": "/a", "max_in_cpu": 1e9, "buffer_count": 5, "buffer_size": 1e8}
+    aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    done = translated({"zero_optimization": {"offload_param": parameters}, "aio": aio})
+    assert done.settings == {"storage": {"paths": ["/a"]}}
+    for name, default in (
+        ("aio.block_size", "2 MiB"),
+        ("aio.queue_depth", "32"),
+        ("zero_optimization.offload_param.max_in_cpu", "a quarter of the available memory"),
+    ):
+        assert row(done, name).status == "not needed"
+        assert "DeepSpeed's default; infinity's default" in row(done, name).why
+        assert default in row(done, name).why
+
+
+def test_missing_import_of_optimizer_state_is_explained() -> None:
+    """The output also tells how to start the schedule at the step of the DeepSpeed run."""
+    said = " ".join(run(INFINITY).output.split())
+    assert (
+        "Weights are imported; Adam moments and step count are not, because DeepSpeed stores them in pickle files"
+        in said
+    )
+    assert "starts at step N, as in DeepSpeed's folder global_stepN, if you call scheduler.step() N times" in said
+    assert "infinity.offload(model, optimizer, 'infinity.toml', weights=FOLDER)" in said
 
 
 def test_auto_becomes_trainer_argument() -> None:
@@ -281,7 +368,7 @@ def test_existing_file_requires_force(tmp_path: Path) -> None:
 def test_json_output() -> None:
     done = run(INFINITY, "--json")
     found = json.loads(done.output)
-    assert set(found) == {"toml", "settings", "code", "keys", "ok"}
+    assert set(found) == {"toml", "settings", "code", "trainer_code", "ranks", "keys", "ok"}
     assert found["ok"] is True
     assert tomllib.loads(found["toml"]) == found["settings"]
     assert {"key", "value", "status", "becomes", "why", "changes_training"} == set(found["keys"][0])

@@ -252,6 +252,49 @@ def test_gpu_list_prints_table_and_json() -> None:
     assert all(name in shown for name in names)
 
 
+def test_cores_default_to_those_of_the_accelerators_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is the same on every machine, and states the number; with --tflops, it is that of this machine."""
+    line = QUICK.replace("--update-cores 8", "--no-changes --state-format split")
+    plans = []
+    for mine in (1, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, mine=mine: set(range(mine)))
+        plans.append(planned(line))
+    assert plans[0] == plans[1]
+    assert "14 CPU cores per rank (as in a common node with h100; set --cores)" in plans[0]["assumptions"]
+    few = planned(f"{line} --cores 1")
+    assert "1 CPU core per rank (from --cores)" in few["assumptions"]
+    assert few["tokens_per_second"] < plans[0]["tokens_per_second"] / 2
+    monkeypatch.setattr("infinity_tools.plan.inputs.cores_of_groups", lambda: 64.0)
+    own = planned(line.replace("--gpu h100", "--tflops 400 --link 55e9 --gpu-memory 80GiB --ranks 2"))
+    assert "32 CPU cores per rank (this machine's; set --cores)" in own["assumptions"]
+
+
+@pytest.mark.parametrize(
+    ("options", "bandwidth", "says"),
+    [
+        ("--ranks 2", 360e9, "360 GB/s (80% of the links between accelerators in each direction; set --interconnect)"),
+        ("--ranks 2 --nodes 2", 360e9, "the network between nodes is not included; set --interconnect"),
+        ("--ranks 2 --gpu rtx4090", 12.5e9, "half of the link to the host, because data passes through host memory"),
+        ("--ranks 2 --interconnect 5e9", 5e9, "5 GB/s (from --interconnect)"),
+        ("--ranks 2 --tflops 400 --gpu-memory 80GiB", 360e9, "between accelerators"),
+        ("", 0.0, ""),
+    ],
+)
+def test_bandwidth_between_ranks_defaults_to_that_of_the_accelerator(options: str, bandwidth: float, says: str) -> None:
+    found = planned(f"{QUICK} --no-changes {options}")
+    assert found["machine"]["interconnect"] == bandwidth
+    assert (found["seconds"]["collectives"]["busy"] > 0) == (bandwidth > 0)
+    said = [line for line in found["assumptions"] if line.startswith("communication between ranks")]
+    assert len(said) == (bandwidth > 0)
+    assert says in "".join(said)
+
+
+def test_unknown_bandwidth_between_ranks_is_stated() -> None:
+    found = planned(f"{QUICK} --no-changes --ranks 2".replace("--gpu h100", "--tflops 1"))
+    assert found["seconds"]["collectives"]["busy"] == 0
+    assert "communication between ranks takes no time (set --interconnect)" in found["assumptions"]
+
+
 def test_model_from_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is found by its id, and nothing is downloaded."""
     from infinity_tools import presets

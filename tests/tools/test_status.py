@@ -53,7 +53,7 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
     drive = locate(str(nvme)).drive.name
     assert "metrics on port" in rows["infinityd"]
     assert rows["mine"].startswith(f"mine mine {getpass.getuser()} 1 of 8 live 57 ")
-    assert rows["begins"].startswith(f"begins {drive} 3 MiB ")
+    assert rows["begins"].startswith(f"begins {getpass.getuser()} {drive} 3 MiB ")
     assert rows["begins"].endswith(f" {nvme}")
     assert re.search(r" 3\.21 1\.50 2\.00 \d+ \w+ ago ", rows[drive])
     assert rows[drive].endswith(f" {nvme}")
@@ -96,7 +96,8 @@ FULL: dict[str, Any] = {
                "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
     "paths": [{"path": FOLDER, "device": "nvme0n1", "free": 1 << 40, "wear_ratio": 0.01, "endurance_days": 900.0,
                "bandwidth": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
-    "reservations": [{"run_id": RUN_ID, "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30, "pid": 12345}],
+    "reservations": [{"run_id": RUN_ID, "user": "me", "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30,
+                      "pid": 12345}],
     "stale_runs": [{"run_id": RUN_ID, "bytes": 123 << 30, "checkpointed": False, "complete": False, "changed": 0.0,
                     "folders": [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]}],
 }  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from support.command import SMALL, Finished, run_process
+import infinity.run.run
+from support.command import SMALL, Finished, run_here, run_process
+from support.command_faults import inject_faults
 
 STEPS = ["--steps", "8", "--checkpoint-every", "2", "--json"]
 EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.pages failed: EIO \(Input/output error\)"
@@ -19,6 +22,22 @@ def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished
     options = [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
     program = ("-m", "support.command_faults", *fault) if fault else ("-m", "infinity_tools")
     return run_process(folder, *options, ranks=2, program=program)
+
+
+def test_drive_error_names_last_checkpoint_and_resume_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is the last line, and it works after the drive has recovered."""
+    command = [*SMALL, "--steps", "60", "--checkpoint-every", "1", "--out", "out"]
+    with monkeypatch.context() as broken:
+        broken.setattr("infinity.run.run.open_engine", infinity.run.run.open_engine)  # restored at the end
+        inject_faults("eio", 250, 9999)
+        done = run_here(*command)
+    assert done.status == 1
+    error, last = done.errors.splitlines()[-2:]
+    assert re.search(r"error: (read|write) of .* failed: EIO", error)
+    found = re.fullmatch(r"the last checkpoint is step (\d+); resume with: infinity (.*)", last)
+    assert found is not None, last
+    resumed = run_here(*shlex.split(found[2]), "--steps", str(int(found[1]) + 1), "--json")
+    assert resumed.summary["first_step"] == int(found[1]) + 1
 
 
 @pytest.mark.slow

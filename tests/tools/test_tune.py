@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from infinity import Config, load_config
+from infinity_tools.trial_folders import PREFIX, trial_folders
 from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.trial import Trials, Workload
-from infinity_tools.tune.trial_folders import PREFIX, trial_folders
 from support.command import environment, run_here
 
 SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from infinity import Config
 from infinity.errors import ConfigError, InfinityError
-from infinity_tools.tune import trial_folders, trial_worker
+from infinity_tools import trial_folders
+from infinity_tools.tune import trial_worker
 from infinity_tools.tune.journal import Journal
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
 from infinity_tools.tune.progress_view import View
@@ -116,6 +117,16 @@ def test_existing_journal_requires_resume(file: Path) -> None:
         journal(file.parent, resume=False)
     with pytest.raises(ConfigError, match="remove --resume"):
         journal(file.parent / "elsewhere", resume=True)
+
+
+def test_trial_folders_of_other_users_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may contain links to folders of this user."""
+    (tmp_path / f"{trial_folders.PREFIX}other").mkdir()
+    (tmp_path / f"{trial_folders.PREFIX}other" / "lock").touch()
+    assert len(trial_folders.left_over(tmp_path)) == 1
+    other = os.geteuid() + 1
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    assert trial_folders.left_over(tmp_path) == []
 
 
 def test_trial_folders_of_other_searches_are_kept(tmp_path: Path) -> None:

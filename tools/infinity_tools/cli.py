@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -11,8 +12,11 @@ from typing import Any, Final
 
 import typer
 
-from infinity.cli_errors import HELP, Command, Commands, Version, complain
+from infinity.cli_errors import HELP, Command, Commands, Version, complain, write_any_text
 from infinity_tools.messages import lasting_streams, open_missing_streams
+
+# At import, matplotlib warns about the location of its cache if HOME cannot be used, which does not concern our users.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 COMMANDS: Final = {
     "plan": "infinity_tools.plan.plan_command:plan",
@@ -79,12 +83,15 @@ def _infinity(version: Version = False) -> None:
 def main() -> None:
     """Run the command line. Closed or full standard streams do not interrupt a command."""
     open_missing_streams()
+    write_any_text()
     status: int | str | None = 0
     with lasting_streams() as output:
         try:
             app(prog_name="infinity")
         except SystemExit as ending:
             status = ending.code
+        except KeyboardInterrupt:  # before or after the command itself, which handles it
+            status = 130
         output.flush()
         if output.error is not None and output.error.errno != errno.EPIPE:  # a reader may stop early, as `head` does
             complain(f"standard output cannot be written: {output.error.strerror}")

@@ -152,7 +152,16 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         run_id, title, first = paged.run.folder.run_id, settings.run.name, training.first_step
         trackers = ranks.together("opening the trackers", lambda: Trackers(names, out, run_id, title, first, told))
         training.trackers = stack.enter_context(trackers)
-        training.train()
+        try:
+            training.train()
+        except Exception as error:
+            after = next_commands(options, settings, ranks, paged.run.folder, training.checkpointed, out, stopped=True)
+            error.add_note(
+                f"the last checkpoint is step {training.checkpointed}; resume with: {after['resume']}"
+                if after
+                else "no checkpoint was written; start the run again"
+            )
+            raise
         summary = _summarize(training, source.name, dtype, parameters)
         summary["next"] = next_commands(
             options, settings, ranks, paged.run.folder, training.checkpointed, out, stopped=bool(training.stopped_by)
@@ -330,11 +339,8 @@ class Training:
         signals = [float(self.stop.received == number) for number in SIGNALS]
         mean, *wishes = self._sum([loss / self.ranks.world_size, *signals])
         if not math.isfinite(mean):
-            kept = (
-                f"the last checkpoint is step {self.checkpointed}" if self.checkpointed else "no checkpoint was written"
-            )
             raise InfinityError(
-                f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1; {kept}"
+                f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1"
             )
         self.losses.append(mean)
         self.stopped_by = next((int(number) for number, wish in zip(SIGNALS, wishes, strict=True) if wish), 0)

@@ -41,6 +41,8 @@ class LastingStream:
         os.close(nothing)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # through which typer would write past this object if the encoding is ASCII
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
 

@@ -89,10 +89,10 @@ def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _reservations(found: Mapping[str, Any]) -> Table:
     rows = (
-        (one["run_id"], one["device"], format_size(one["bytes"]), str(one["pid"]), one["path"])
+        (one["run_id"], one["user"], one["device"], format_size(one["bytes"]), str(one["pid"]), one["path"])
         for one in found["reservations"]
     )
-    return table("reservations", ("run", "drive", ">bytes", ">process", "folder"), rows)
+    return table("reservations", ("run", "user", "drive", ">bytes", ">process", "folder"), rows)
 
 
 def _stale(found: Mapping[str, Any]) -> Table:

@@ -30,10 +30,13 @@ from infinity.checkpoint.manifest import (
     read_manifest,
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
+from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, StorageError
+from infinity.io.probe import targets
 from infinity.store.folder import Holder, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
 from infinity.store.marker import MARKER_NAME, FoundRun, empty_folders, is_run_id, look_for_runs
 from infinity.store.page_store import Version, read_version
+from infinity_tools import trial_folders
 
 _READERS = 4
 _BATCH = 1024
@@ -430,7 +433,8 @@ def remove(run: StoredRun) -> None:
 class Waste:
     """Data that no run can use and no process owns.
 
-    Either a whole run, or some `files` of a run, or (without a run) a stale lock or an empty folder named like a run.
+    Either a whole run, or some `files` of a run, or (without a run) a stale lock, an empty folder named like a run, or
+    what a measurement that was killed has left.
     """
 
     what: str
@@ -462,7 +466,11 @@ class Waste:
         try:
             if self.run is None:
                 for file in self.files:
-                    if is_run_id(file.name):
+                    if file.name.startswith(trial_folders.PREFIX):
+                        trial_folders.remove(file, Config().telemetry)
+                    elif file.name.startswith(targets.PREFIX):
+                        file.unlink(missing_ok=True)
+                    elif is_run_id(file.name):
                         _remove_empty(file)
                     else:
                         remove_stale_lock(file)
@@ -515,6 +523,9 @@ def waste(
                     found.append(Waste(what="empty run folder", run=None, files=(folder,), nbytes=size))
         locks = stale_locks(path)
         found += [Waste(what="stale lock", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
+        for left in (*trial_folders.left_over(path), *targets.left_over(path)):
+            size = _disk_bytes(left) + (_bytes_in(left) if left.is_dir() else 0)
+            found.append(Waste(what="left by a killed measurement", run=None, files=(left,), nbytes=size))
     return found
 
 

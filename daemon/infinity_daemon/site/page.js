@@ -376,6 +376,7 @@ const space = new Table(
   "Space reserved by runs and not yet allocated",
   [
     ["Run", (entry) => entry.run, "words"],
+    ["User", (entry) => entry.user, "words"],
     ["Drive", (entry) => entry.drive, "words"],
     ["Path", (entry) => entry.path, "words"],
     ["Reserved", (entry) => bytes(entry.bytes)],

@@ -54,8 +54,9 @@ class Accumulation:
         if len(self._held) < self._joined:
             return None
         held, self._held = self._held, []
+        joined, self._joined = self._joined, 0  # later micro-batches, such as a user's own, run by themselves
         whole = {name: torch.cat([batch[name] for batch in held]) for name in inputs}
-        with self._layers.slices(self._joined):
+        with self._layers.slices(joined):
             return step(whole)
 
 
@@ -84,7 +85,7 @@ def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
     """
     if wanted is False or (trainer.args.gradient_accumulation_steps < 2 and not wanted):
         return None
-    reason = _why_not(trainer)
+    reason = why_not_layer_major(trainer)
     if reason is None:
         try:
             accumulation = Accumulation(LayerMajor(trainer.model, head=not _is_sft(trainer)))
@@ -104,7 +105,7 @@ def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
     return None
 
 
-def _why_not(trainer: Any) -> str | None:
+def why_not_layer_major(trainer: Any) -> str | None:
     """Return the reason why layer-major execution is not possible, or None if it is possible."""
     if trainer.args.torch_compile:
         return "torch_compile is set, which would compile each slice separately"
@@ -116,9 +117,9 @@ def _why_not(trainer: Any) -> str | None:
         if trainer.args.loss_type not in ("nll", "dft") or trainer.aux_loss_enabled:
             return f"the SFTTrainer loss ({trainer.args.loss_type}) is not a sum over labels"
         return None
-    own = type(trainer).compute_loss
+    own = _loss_function(trainer)
     if own is not Trainer.compute_loss:
-        return f"{own.__qualname__} overrides the computation of the loss"
+        return f"{getattr(own, '__qualname__', own)} overrides the computation of the loss"
     if not trainer.model_accepts_loss_kwargs or causal_lm_in(trainer.model) is None:
         return f"{type(trainer.model).__name__} is not a causal language model whose loss is a sum over labels"
     adapted = peft_model(trainer.model)
@@ -130,4 +131,9 @@ def _why_not(trainer: Any) -> str | None:
 def _is_sft(trainer: Any) -> bool:
     """Return whether TRL's SFTTrainer computes the loss. It runs the head and the loss on chunks of tokens."""
     trl = sys.modules.get("trl.trainer.sft_trainer")
-    return trl is not None and type(trainer).compute_loss is trl.SFTTrainer.compute_loss
+    return trl is not None and _loss_function(trainer) is trl.SFTTrainer.compute_loss
+
+
+def _loss_function(trainer: Any) -> Any:
+    """Return the function behind `trainer.compute_loss`, which may be defined by a subclass or set on the object."""
+    return getattr(trainer.compute_loss, "__func__", trainer.compute_loss)

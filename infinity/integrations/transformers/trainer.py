@@ -24,7 +24,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError, Unsuppo
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.resume_points import with_resume_point
+from infinity.integrations.resume_points import restore_settings, settings_of, with_resume_point
 from infinity.integrations.run_folders import make_durable
 from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
 from infinity.integrations.transformers.exports import move_export
@@ -43,7 +43,7 @@ with needs("trainer", "infinity.integrations.transformers"):
     from transformers import Trainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of
+    from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of, why_not_layer_major
 
 _log = logging.getLogger("infinity")
 _SCHEDULER = "scheduler.pt"  # names used by the Trainer
@@ -51,7 +51,7 @@ _ARGUMENTS = "training_args.bin"
 _APART = "infinity-export"
 """Subfolder that contains an export until the export is complete."""
 _HOOKS = (
-    "create_optimizer", "evaluation_loop", "end", "get_batch_samples", "training_step",
+    "create_optimizer", "evaluation_loop", "prediction_step", "end", "get_batch_samples", "training_step",
     "_defer_fsdp_gradient_reduction", "_clip_grad_norm", "_get_grad_norm", "log", "_save_checkpoint", "_save",
     "_save_optimizer_and_scheduler", "train", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
     "_load_best_model",
@@ -106,7 +106,6 @@ def attach(
     unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
     register_generate(own.model)
-    sync_from_shards(trainer)
     settings = _with_run_name(_with_limit(settings, own.args), own.args, own.model)
     accumulation = accumulation_of(trainer, layer_major)
     kind = type(trainer)
@@ -173,19 +172,35 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # The run starts at the first computation #
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Offload the optimizer that the Trainer creates, unless it is already offloaded."""
-        self._begin()
+        """Offload the optimizer that the Trainer creates, unless it is already offloaded.
+
+        Raises:
+            UnsupportedError: if `trainer.optimizer` was replaced after the run had started.
+            InfinityError: if the run was closed.
+        """
+        paged = self._begin()
         optimizer: torch.optim.Optimizer = self.optimizer
+        if getattr(optimizer, "optimizer", None) is not paged:
+            raise UnsupportedError(
+                f"trainer.optimizer was replaced (by {type(optimizer).__name__}) after the run had started; to train "
+                "with another optimizer, call trainer.save_model(folder), and start a new run from that folder"
+            )
         return optimizer
 
     def _begin(self) -> PagedOptimizer:
+        """Return the offloaded optimizer, and start the run if it has not started. Raises `InfinityError`."""
         state = self._infinity
+        if state.paged is not None and state.paged.closed:
+            raise InfinityError(
+                "the run of this Trainer was closed (trainer.end() closes it), so its weights and optimizer cannot be "
+                "used; call trainer.end() last, or resume in a new Trainer with train(resume_from_checkpoint=…)"
+            )
         if state.paged is None:
             settings, resume = state.settings, state.resume
             if resume is not None:
                 settings = with_resume_point(settings, resume.run_id, resume.step)
             state.paged = state.begin(self.model, super().create_optimizer(), settings)
-            state.groups = _settings_of(state.paged)
+            state.groups = settings_of(state.paged)
             self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)
             self.optimizer._is_accelerate_prepared = True
         return state.paged
@@ -200,6 +215,11 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             for module in self.model.modules():
                 if torch_private.is_sharded_module(module):
                     module.reshard()
+
+    def prediction_step(self, *args: Any, **named: Any) -> Any:
+        """Run an evaluation step, also outside of an evaluation."""
+        self._begin()
+        return super().prediction_step(*args, **named)
 
     def end(self) -> None:
         """Close the run before the process group is destroyed."""
@@ -242,8 +262,9 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the given values, and report the loss as a metric of the run."""
-        if "loss" in logs and self._infinity.paged is not None:
-            self._infinity.paged.report(loss=logs["loss"], total_steps=self.state.max_steps)
+        paged = self._infinity.paged
+        if "loss" in logs and paged is not None and not paged.closed:
+            paged.report(loss=logs["loss"], total_steps=self.state.max_steps)
         super().log(logs, start_time)
 
     # Checkpoints #
@@ -287,6 +308,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Export the weights or, for a checkpoint folder, only write the reference to the infinity checkpoint."""
+        self._begin()
         folder = Path(output_dir or self.args.output_dir)
         if self._infinity.saving is None:
             self._export(folder)
@@ -347,10 +369,16 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             CheckpointError: if the folder to resume from has no infinity checkpoint.
         """
         unsupported_arguments.check(self)
+        sync_from_shards(self)
         if _with_limit(self._infinity.settings, self.args) != self._infinity.settings:
             raise ConfigError(
                 "save_strategy or save_total_limit was changed after attach(), which reserves the space for "
                 "checkpoints; set both before attach()"
+            )
+        reason = why_not_layer_major(self) if self._infinity.accumulation is not None else None
+        if reason is not None:
+            raise ConfigError(
+                f"{reason}, but attach() was called before; set it before attach(), or pass layer_major=False"
             )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
@@ -386,14 +414,13 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             )
         self._infinity.resume = wanted
         if paged is not None:
-            self._infinity.groups = _settings_of(paged)
+            self._infinity.groups = settings_of(paged)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the scheduler, and undo the changes that creating it has made to the optimizer's param groups."""
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
-            for group, settings in zip(self.optimizer.param_groups, self._infinity.groups, strict=True):
-                group.update(settings)
+            restore_settings(self.optimizer, self._infinity.groups)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, one parameter at a time. The optimizer state is unchanged."""
@@ -419,7 +446,3 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
         for name, value in reader.buffers():
             self.model.get_buffer(name).copy_(value)
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -29,7 +29,8 @@ _NOISE_BYTES = 8 * MIB
 _FILL_BYTES = MIB
 _SPARE_BYTES = 16 * MIB  # left free for file system metadata
 _FILL_AHEAD = 8  # number of writes in flight while a file is filled
-_PREFIX = ".infinity-probe-"
+PREFIX = ".infinity-probe-"
+"""Start of the names of test files, which have a name only until they are open."""
 _OLD_SECONDS = 60.0
 """Age, in seconds, from which a file that still has a name counts as abandoned. A live measurement unlinks its file
 at once.
@@ -154,12 +155,25 @@ def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:
         OSError: if the folder cannot be read.
     """
     removed = []
-    for path in Path(folder).iterdir():
+    for path in left_over(folder):
         with suppress(OSError):  # owned by another user, or already removed
-            if path.name.startswith(_PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
-                path.unlink()
-                removed.append(path)
+            path.unlink()
+            removed.append(path)
     return removed
+
+
+def left_over(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of measurements that were killed between creating and unlinking them.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
+    found = []
+    for path in Path(folder).iterdir():
+        with suppress(OSError):  # already removed
+            if path.name.startswith(PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
+                found.append(path)
+    return found
 
 
 def go_on(stop: threading.Event) -> None:
@@ -170,7 +184,7 @@ def go_on(stop: threading.Event) -> None:
 
 def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
     try:
-        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+        handle, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     except OSError as error:
         raise ConfigError(f"cannot create a file in {folder!r}: {error.strerror}. Use a different folder.") from error
     os.close(handle)

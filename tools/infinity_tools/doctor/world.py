@@ -15,6 +15,7 @@ from typing import Any
 
 from infinity.daemon_client import NodeDaemon
 from infinity.io.alignment import AlignedFile, open_aligned
+from infinity.io.probe.targets import PREFIX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Folder:
     def trial(self) -> Iterator[AlignedFile]:
         """Yield a new file without a name in the folder, opened as in the I/O engines. Raises `OSError` if that
         fails."""
-        descriptor, name = tempfile.mkstemp(prefix=".infinity-doctor-", dir=self.place)
+        descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=self.place)
         os.close(descriptor)
         try:
             opened = open_aligned(name, os.O_RDWR)

@@ -17,6 +17,7 @@ from infinity_tools.migrate.read import Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
 Answer = tuple[Status, str, str] | tuple[Status, str, str, bool]
+_DEFAULT = "DeepSpeed's default; infinity's default"
 
 
 def _key(name: str) -> Key:
@@ -63,26 +64,33 @@ def _listed(paths: Sequence[str]) -> str:
 def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (estimate := toml_output.host_bytes(found)) is not None:
         return _same(name, f'memory.host_bytes = "{format_setting(estimate)}"')
-    device = found.device("param")
-    why = (
-        "device is not nvme, so DeepSpeed does not use it"
-        if device != "nvme"
-        else "its value does not determine a memory size"
-    )
+    if found.device("param") != "nvme":
+        why = "device is not nvme, so DeepSpeed does not use it"
+    elif toml_output.is_default(found, name):
+        why = f"{_DEFAULT}, a quarter of the available memory, applies"
+    else:
+        why = "its value does not determine a memory size"
     return Status.NOT_NEEDED, "memory.host_bytes", why
 
 
 def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (size := toml_output.request_bytes(found)) is not None:
         return _same(name, f"storage.request_bytes = {size}")
-    why = "a request size must be a multiple of 4096 from 4 KiB to 1 GiB; the default of 2 MiB applies"
+    if toml_output.is_default(found, name):
+        why = f"{_DEFAULT} of 2 MiB applies"
+    else:
+        why = "a request size must be a multiple of 4096 from 4 KiB to 1 GiB; the default of 2 MiB applies"
     return Status.NOT_NEEDED, "storage.request_bytes", why
 
 
 def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (depth := toml_output.queue_depth(found)) is not None:
         return _same(name, f"storage.queue_depth = {depth}")
-    return Status.NOT_NEEDED, "storage.queue_depth", "infinity accepts 1 to 4096; the default of 32 applies"
+    if toml_output.is_default(found, name):
+        why = f"{_DEFAULT} of 32 applies"
+    else:
+        why = "infinity accepts 1 to 4096; the default of 32 applies"
+    return Status.NOT_NEEDED, "storage.queue_depth", why
 
 
 def _clipping(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,87 @@ _GONE = """\
 # Remove: deepspeed.initialize(...)     deepspeed.zero.Init()    engine.backward(loss)
 #         engine.step()                 engine.save_checkpoint(...)
 # Define: build_model, batches, the name of your layers{yours}
+# Start:  {start}
 """
+_DEFAULT_POLICY = "MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
+"""Policy of `infinity.from_pretrained` if none is passed."""
+_GONE_FROM_TRAINER = """\
+# Remove: deepspeed= and bf16= from your TrainingArguments
+# Define: MODEL (a folder or an id on the Hub), arguments (of TrainingArguments), data{yours}
+# Start:  {start}
+"""
+
+
+def ranks_of(found: Found) -> int | None:
+    """Return the number of ranks that the batch sizes of a configuration determine, or None if they do not."""
+    whole, *parts = (
+        found[name]
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )  # fmt: skip
+    if not all(isinstance(size, int) and size > 0 for size in (whole, *parts)):
+        return None
+    each = math.prod(parts)
+    return int(whole // each) if whole % each == 0 else None
+
+
+def launcher_of(found: Found) -> str:
+    """Return the command that starts the ranks of one node, with a remark."""
+    ranks = ranks_of(found)
+    if ranks is None:
+        return "torchrun --nproc-per-node N train.py (N ranks per node, as with DeepSpeed)"
+    if ranks == 1:
+        return "python train.py"
+    return f"torchrun --nproc-per-node {ranks} train.py, or fewer per node on several nodes ({ranks} in total)"
+
+
+def ranks_sentence(found: Found) -> str:
+    """Return a sentence about the ranks for which a settings file is meant."""
+    ranks = ranks_of(found)
+    if ranks is None:
+        return "For any number of ranks. Sizes are per rank; the ranks of a node share the paths."
+    number = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"For {number}, from the batch sizes. Sizes are per rank; the ranks of a node share the paths."
+
+
+def trainer_code_of(found: Found, settings_file: str) -> str | None:
+    """Return code that keeps transformers' Trainer, as valid Python, or None if no value is "auto".
+
+    The optimizer and the scheduler of the configuration take precedence over those of the TrainingArguments, as with
+    DeepSpeed. All other values equal the TrainingArguments, which the Trainer checks.
+    """
+    if all(entry.value != AUTO for entry in found.entries):
+        return None
+    optimizer = [*_optimizer(found)] if found["optimizer.type"] or found["scheduler.type"] else []
+    scheduler = [*_scheduler(found)]
+    given = f", optimizers=(optimizer, {'scheduler' if scheduler else None})" if optimizer else ""
+    bf16 = found.precision()
+    policy = _policies(found)[0 if bf16 else 1]
+    chosen = f", mp_policy={policy}" if policy != _DEFAULT_POLICY else ""
+    dtype = {AUTO: "bf16; fp32: mp_policy=MixedPrecisionPolicy()"}.get(bf16, "bf16" if bf16 else "fp32")
+    text = "\n".join(
+        [
+            f"model = infinity.from_pretrained(MODEL{chosen})  # not AutoModel…; computes in {dtype}",
+            "args = TrainingArguments(**arguments, save_total_limit=1)  # checkpoints that are kept; required",
+            *optimizer,
+            *scheduler,
+            *(
+                ["# DeepSpeed also sets the betas to (beta_at(step), 0.99): use a TrainerCallback"]
+                * cycles_betas(found)
+            ),
+            f"trainer = Trainer(model, args, train_dataset=data{given})",
+            f"attach(trainer, {settings_file!r})  # weights=FOLDER: the weights of a DeepSpeed checkpoint",
+            "trainer.train()",
+        ]
+    )
+    header = _GONE_FROM_TRAINER.format(
+        yours=_to_define(text, "total_steps", "build_optimizer"), start=launcher_of(found)
+    )
+    return header + "\n".join(_imports(found, text)) + f"\n\n{text}\n"
+
+
+def _to_define(text: str, *names: str) -> str:
+    shown = {"args.": "args (TrainingArguments)"}
+    return "".join(f", {shown.get(name, name)}" for name in names if name in text)
 
 
 def code_of(found: Found, settings_file: str) -> str:
@@ -27,21 +108,28 @@ def code_of(found: Found, settings_file: str) -> str:
         *_loop(found),
     ]
     text = "\n".join(body) + "\n"
-    words = {"args.": "args (TrainingArguments)", "total_steps": "total_steps", "build_optimizer": "build_optimizer"}
-    yours = "".join(f", {name}" for word, name in words.items() if word in text)
-    return _GONE.format(yours=yours) + "\n".join(_imports(found, text)) + "\n\n" + text
+    yours = _to_define(text, "args.", "total_steps", "build_optimizer")
+    return _GONE.format(yours=yours, start=launcher_of(found)) + "\n".join(_imports(found, text)) + "\n\n" + text
 
 
 def _imports(found: Found, text: str) -> Iterator[str]:
-    if "math." in text:
+    code = re.sub("#.*", "", text)
+    if "math." in code:
         yield from ("import math", "")
-    yield from ("import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
-    if "LambdaLR" in text:
+    if "torch." in code:
+        yield "import torch"
+    if names := [name for name in ("MixedPrecisionPolicy", "fully_shard") if name in code]:
+        yield f"from torch.distributed.fsdp import {', '.join(names)}"
+    if "LambdaLR" in code:
         yield "from torch.optim.lr_scheduler import LambdaLR"
     taken = taken_of(found)
     if taken is not None and taken.imports:
         yield taken.imports
+    if "Trainer(" in code:
+        yield "from transformers import Trainer, TrainingArguments"
     yield from ("", "import infinity")
+    if "attach(" in code:
+        yield "from infinity.integrations.transformers import attach"
 
 
 def value_of(found: Found, name: str) -> str | None:
@@ -54,12 +142,20 @@ def value_of(found: Found, name: str) -> str | None:
     return repr(tuple(value) if isinstance(value, list) and "betas" in name else value)
 
 
+def _policies(found: Found) -> tuple[str, str]:
+    """Return the mixed precision policies in bf16 and in fp32, as code."""
+    reduced = found["communication_data_type"]
+    if isinstance(reduced, str) and reduced.lower() in ("bf16", "bfp16"):
+        return (
+            "MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)",
+            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+        )
+    return _DEFAULT_POLICY, "MixedPrecisionPolicy()"
+
+
 def _model(found: Found) -> Iterator[str]:
     yield "mesh = infinity.mesh()"
-    bf16, reduced = found.precision(), found["communication_data_type"]
-    in_bf16 = isinstance(reduced, str) and reduced.lower() in ("bf16", "bfp16")
-    policy = f"MixedPrecisionPolicy(torch.bfloat16, torch.{'bfloat16' if in_bf16 else 'float32'})"
-    fp32 = f"MixedPrecisionPolicy({'reduce_dtype=torch.bfloat16' if in_bf16 else ''})"
+    bf16, (policy, fp32) = found.precision(), _policies(found)
     if bf16 == AUTO:
         yield f"policy = {policy} if args.bf16 else {fp32}"
     else:

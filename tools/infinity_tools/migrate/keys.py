@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+NOT_IMPORTED = (
+    "DeepSpeed stores them in pickle files, which can run code when they are read, and in a flat layout that depends "
+    "on its version and on the number of ranks"
+)
+"""Reason why the optimizer state of a DeepSpeed checkpoint is not imported."""
+
 
 class Status(StrEnum):
     """Kind of translation."""

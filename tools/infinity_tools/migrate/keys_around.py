@@ -18,7 +18,9 @@ AROUND: list[Key] = [
               "become infinityd metrics", "optimizer.report(loss=..., tokens=...)"),
     *unneeded("", "autotuning", "it searches DeepSpeed's settings; `infinity tune` searches infinity's, and `infinity "
               "probe` measures drives", "infinity tune"),
-    *unneeded("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write writer",
+    *unneeded("checkpoint", "load_universal", "infinity's checkpoints can be loaded on any number of ranks; of a "
+              "DeepSpeed checkpoint, only the weights can be imported", "optimizer.save_checkpoint()"),
+    *unneeded("checkpoint", "tag_validation use_node_local_storage parallel_write writer",
               "checkpoints are written atomically and can be loaded on any number of ranks",
               "optimizer.save_checkpoint()"),
     *unneeded("", "nebula datastates_ckpt", "a checkpoint copies no data, so no background copy is needed",

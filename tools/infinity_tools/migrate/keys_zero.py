@@ -74,7 +74,8 @@ OFFLOAD: list[Key] = [
       for section in (_PARAM, _OPTIMIZER)),
     *(translated(f"{_PARAM}.{name}", "memory.host_bytes",
                  "an estimate: the bytes of DeepSpeed's parameters in memory, (max_in_cpu + buffer_count x "
-                 "buffer_size) x 2, or x 4 in fp32", "count")
+                 "buffer_size) x 2, or x 4 in fp32; if all have DeepSpeed's defaults, infinity's default applies",
+                 "count")
       for name in ("max_in_cpu", "buffer_count", "buffer_size")),
     *unneeded(_OPTIMIZER, "buffer_count", "the slots of the host cache take the place of buffers; their number "
               "follows from its size",
@@ -90,9 +91,9 @@ OFFLOAD: list[Key] = [
 
 AIO: list[Key] = [
     translated("aio.block_size", "storage.request_bytes",
-               "size of a request; the default is 2 MiB here and 1 MiB in DeepSpeed", "count"),
-    translated("aio.queue_depth", "storage.queue_depth", "requests in flight; the default is 32 here and 8 in "
-               "DeepSpeed", "count"),
+               "size of a request; DeepSpeed's default of 1 MiB is replaced by infinity's default of 2 MiB", "count"),
+    translated("aio.queue_depth", "storage.queue_depth",
+               "requests in flight; DeepSpeed's default of 8 is replaced by infinity's default of 32", "count"),
     *unneeded("aio", "thread_count intra_op_parallelism single_submit overlap_events",
               "a few threads submit requests to io_uring; storage.engine = \"threads\" is the alternative",
               "storage.engine"),

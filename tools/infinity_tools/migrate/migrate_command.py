@@ -15,7 +15,7 @@ from rich.text import Text
 from infinity.cli_errors import Version, failures
 from infinity.errors import ConfigError
 from infinity.untrusted_files import replacing
-from infinity_tools.migrate.keys import Status
+from infinity_tools.migrate.keys import NOT_IMPORTED, Status
 from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.translate import Migration, Row
 from infinity_tools.migrate.translate import migrate as translate
@@ -26,7 +26,7 @@ _LONGEST = 60
 _BEFORE = {Status.NOT_NEEDED: "see ", Status.NO_COUNTERPART: "instead: "}
 _CHECKPOINTS = """\
   python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization
-  infinity.offload(model, optimizer, {settings!r}, weights=FOLDER)"""
+  {call}, {settings!r}, weights=FOLDER)"""
 
 
 def migrate(
@@ -78,7 +78,10 @@ def _document(done: Migration) -> dict[str, Any]:
         {"key": row.key, "value": row.value, "status": row.status, "becomes": row.becomes, "why": row.why,
          "changes_training": row.changes} for row in done.rows
     ]  # fmt: skip
-    return {"toml": done.toml, "settings": done.settings, "code": done.code, "keys": keys, "ok": not done.refusals}
+    return {
+        "toml": done.toml, "settings": done.settings, "code": done.code, "trainer_code": done.trainer_code,
+        "ranks": done.ranks, "keys": keys, "ok": not done.refusals,
+    }  # fmt: skip
 
 
 def _show(done: Migration, out: Path | None) -> None:
@@ -92,13 +95,22 @@ def _show(done: Migration, out: Path | None) -> None:
 
     say("Settings, for `infinity train --config` and `infinity.offload`", "bold")
     lines(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
-    say("Training code", "bold")
+    if done.trainer_code is not None:
+        say('Training code with transformers\' Trainer, which fills in "auto": keep it with `attach`', "bold")
+        lines(f"\n{done.trainer_code}")
+    say(f"Training code{' with your own loop' * (done.trainer_code is not None)}", "bold")
     lines(f"\n{done.code}")
+    say("Continuing a DeepSpeed run", "bold")
     say(
-        "The weights of a DeepSpeed checkpoint can be migrated, but not its moments and step counts. Convert it with "
-        "its own script:"
+        f"\nWeights are imported; Adam moments and step count are not, because {NOT_IMPORTED}. Convert the weights "
+        "with the script in DeepSpeed's checkpoint:"
     )
-    lines(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
+    call = "infinity.offload(model, optimizer" if done.trainer_code is None else "attach(trainer"
+    lines(_CHECKPOINTS.format(call=call, settings=str(out or _SETTINGS)))
+    say(
+        "The learning-rate schedule starts at step N, as in DeepSpeed's folder global_stepN, if you call "
+        "scheduler.step() N times before training.\n"
+    )
     for status in Status:
         if rows := [row for row in done.rows if row.status is status]:
             headings = ("key", "counterpart and reason")

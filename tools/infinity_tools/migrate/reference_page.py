@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from infinity_tools.migrate.keys import Key, Status
+import textwrap
+
+from infinity_tools.migrate.keys import NOT_IMPORTED, Key, Status
 from infinity_tools.migrate.keys_around import GROUPS
 from infinity_tools.migrate.optimizers import BY_HAND, TAKEN, UNSUPPORTED
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
@@ -19,19 +21,39 @@ This command reads a DeepSpeed configuration and prints three things: settings f
 every key in the file with a reason. The exit status is 0 if training stays the same, 1 if a key that changes training
 has no counterpart, and 2 if the file is not a DeepSpeed configuration. `--json` prints the same as JSON.
 
-Transformers' Trainer replaces `"auto"` with one of its `TrainingArguments`. The generated code, which is a custom
-training loop, uses the name of that argument. `attach` keeps the Trainer ([Trainer](trainer.md)).
+## Number of ranks
 
-## Checkpoints
+DeepSpeed's configuration does not contain the number of ranks, but it follows from the batch sizes if all three are
+numbers: `train_batch_size / (train_micro_batch_size_per_gpu * gradient_accumulation_steps)`. The output names this
+number and the `torchrun` command. Otherwise, start as many ranks as with DeepSpeed. The settings are valid for any
+number of ranks: sizes such as `memory.host_bytes` are per rank, like DeepSpeed's, and the ranks of a node share the
+folders in `storage.paths`. If `memory.host_bytes` is not set, the ranks of a node share a quarter of its memory.
 
-Weights can be migrated. Moments and step counts cannot, so the optimizer starts from scratch. The conversion script is
-part of DeepSpeed's checkpoint:
+## Transformers' Trainer
+
+The Trainer replaces `"auto"` with one of its `TrainingArguments`. For a configuration with such values, the command
+first prints code that keeps the Trainer: `infinity.from_pretrained` builds the sharded model, and `attach` from
+`infinity.integrations.transformers` replaces `deepspeed=` ([Trainer](trainer.md)). If the configuration has an
+optimizer or a scheduler, the code passes them to the Trainer, because DeepSpeed uses them instead of those in the
+`TrainingArguments`. All other values equal the `TrainingArguments`, which the Trainer checks. The code for a custom
+loop, for example with Accelerate ([frameworks](frameworks.md)), contains the names of the arguments.
+
+## Continuing a DeepSpeed run
+
+{imports}
+
+Convert the weights with the script that is part of DeepSpeed's checkpoint:
 
     python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization
 
-`infinity.offload(model, optimizer, settings, weights=FOLDER)` reads the folder one FSDP module at a time. The tensors
-must have the names of the model's parameters. Save the model's `config.json` in the same folder for
-`infinity train --model FOLDER`.
+`infinity.offload(model, optimizer, settings, weights=FOLDER)` and `attach(trainer, settings, weights=FOLDER)` read the
+folder one FSDP module at a time. The tensors must have the names of the model's parameters. Save the model's
+`config.json` in the same folder for `infinity train --model FOLDER`. The script writes the fp32 master weights. If the
+checkpoint also contains `model.safetensors`, its weights are rounded to 16 bits.
+
+The optimizer starts with zero moments at step 0. The learning-rate schedule starts at step N, as in DeepSpeed's folder
+`global_stepN`, if you call `scheduler.step()` N times before training. PyTorch warns about this order, which is
+intended here. To keep the moments, finish the run with DeepSpeed.
 
 ## Keys
 
@@ -68,7 +90,11 @@ def _alike(keys: list[Key]) -> list[list[Key]]:
 
 def markdown() -> str:
     """Return the text of docs/how-to/migrate.md."""
-    lines = [_HEAD]
+    imports = (
+        f"Weights are imported. Adam moments and step count are not, because {NOT_IMPORTED}. The same applies to "
+        "universal checkpoints."
+    )
+    lines = [_HEAD.format(imports=textwrap.fill(imports, 120))]
     for title, keys in GROUPS.items():
         lines += [f"### {title}", "", "| key | status | counterpart or replacement | reason |", "|---|---|---|---|"]
         lines += [*map(_line, _alike(keys)), ""]

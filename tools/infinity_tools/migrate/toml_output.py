@@ -16,6 +16,8 @@ from infinity_tools.toml import quoted
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
 """DeepSpeed's defaults for parameters in memory."""
+_REQUESTS = {"aio.block_size": 1 << 20, "aio.queue_depth": 8}
+"""DeepSpeed's defaults for requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +53,31 @@ def _paths(found: Found, nvme: Sequence[str]) -> list[Line]:
     return [Line(name="storage.paths", value=None, remark=f'paths = ["/nvme0/run"]  # {why}')]
 
 
+def is_default(found: Found, name: str) -> bool:
+    """Return whether a key of `aio`, or the memory for parameters that it describes, has DeepSpeed's default.
+
+    A configuration that was written by a tool lists all defaults. They were chosen for DeepSpeed, so infinity's own
+    defaults apply instead.
+    """
+    if name in _REQUESTS:
+        return bool(found[name] == _REQUESTS[name])
+    return all(found[f"{_PARAM}.{buffer}"] in (None, AUTO, default) for buffer, default in _BUFFERS.items())
+
+
 def request_bytes(found: Found) -> int | None:
-    """Return the request size from `aio.block_size`, or None if it is not valid here."""
+    """Return the request size from `aio.block_size`, or None if it is DeepSpeed's default or not valid here."""
     size = found["aio.block_size"]
-    return size if isinstance(size, int) and 4 * KIB <= size <= GIB and size % 4096 == 0 else None
+    if not isinstance(size, int) or is_default(found, "aio.block_size"):
+        return None
+    return size if 4 * KIB <= size <= GIB and size % 4096 == 0 else None
 
 
 def queue_depth(found: Found) -> int | None:
-    """Return the queue depth from `aio.queue_depth`, or None if it is not valid here."""
+    """Return the queue depth from `aio.queue_depth`, or None if it is DeepSpeed's default or not valid here."""
     depth = found["aio.queue_depth"]
-    return depth if isinstance(depth, int) and 1 <= depth <= 4096 else None
+    if not isinstance(depth, int) or is_default(found, "aio.queue_depth"):
+        return None
+    return depth if 1 <= depth <= 4096 else None
 
 
 def _requests(found: Found) -> list[Line]:
@@ -73,13 +90,13 @@ def _requests(found: Found) -> list[Line]:
 
 
 def host_bytes(found: Found) -> int | None:
-    """Return an estimate, in bytes, of the memory that DeepSpeed uses for parameters, or None if no sizes are
-    configured.
+    """Return an estimate, in bytes, of the memory that DeepSpeed uses for parameters, or None if no sizes other than
+    DeepSpeed's defaults are configured.
 
     max_in_cpu is the number of elements kept in memory; each buffer has buffer_size elements.
     """
     told = {name: found[f"{_PARAM}.{name}"] for name in _BUFFERS}
-    if found.device("param") != "nvme" or not any(isinstance(value, int) for value in told.values()):
+    if found.device("param") != "nvme" or is_default(found, _PARAM):
         return None
     elements, count, size = (
         value if isinstance(value, int) else _BUFFERS[name] for name, value in told.items()
@@ -111,14 +128,19 @@ def _size(size: int) -> str | int:
     return shown if parse_size(shown) == size else size
 
 
-def to_toml(lines: Sequence[Line], source: str) -> tuple[str, dict[str, Any]]:
+def to_toml(lines: Sequence[Line], source: str, ranks: str) -> tuple[str, dict[str, Any]]:
     """Return the text of a settings file and its settings.
+
+    Args:
+        lines: Settings.
+        source: Name of the configuration.
+        ranks: Sentence about the number of ranks.
 
     Raises:
         ConfigError: if `infinity.load_config` rejects the settings.
     """
 
-    text = [f"# Settings of infinity, from {quoted(source)}."]
+    text = [f"# Settings of infinity, from {quoted(source)}.", f"# {ranks}"]
     for section in dict.fromkeys(line.name.partition(".")[0] for line in lines):
         text += ["", f"[{section}]"]
         for line in lines:

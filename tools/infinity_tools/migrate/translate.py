@@ -10,7 +10,7 @@ from infinity.errors import ConfigError
 from infinity.schema import brief
 from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.answers import ANSWERS
-from infinity_tools.migrate.code import code_of
+from infinity_tools.migrate.code import code_of, ranks_of, ranks_sentence, trainer_code_of
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.read import AUTO, Entry, Found
@@ -45,6 +45,10 @@ class Migration:
     """Settings in that file."""
     code: str
     """Lines of training code that change."""
+    trainer_code: str | None
+    """The same with transformers' Trainer, or None if no value is "auto"."""
+    ranks: int | None
+    """Number of ranks that the batch sizes determine, or None if they do not."""
     rows: tuple[Row, ...]
     """Translations of all keys."""
 
@@ -67,9 +71,16 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
         ConfigError: if `infinity.load_config` rejects the settings.
     """
     _check_scheduler(found)
-    text, settings = toml_output.to_toml(toml_output.lines_of(found, nvme), source)
+    text, settings = toml_output.to_toml(toml_output.lines_of(found, nvme), source, ranks_sentence(found))
     rows = tuple(_row(entry, found, nvme) for entry in found.entries)
-    return Migration(toml=text, settings=settings, code=code_of(found, settings_file), rows=rows)
+    return Migration(
+        toml=text,
+        settings=settings,
+        code=code_of(found, settings_file),
+        trainer_code=trainer_code_of(found, settings_file),
+        ranks=ranks_of(found),
+        rows=rows,
+    )
 
 
 def _check_scheduler(found: Found) -> None:

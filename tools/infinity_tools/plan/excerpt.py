@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 import infinity
+from infinity import Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.estimate.estimate import Workload
 from infinity.memory.limits import available_memory
 from infinity.units import MIB, align_up, format_size
 from infinity_tools.plan.shapes import shape_of
 from infinity_tools.presets import ModelSource, on_meta, shard
+from infinity_tools.trial_folders import trial_folders
 
 _LAYERS = (1, 3)
 _WARM, _STEPS = 2, 4
@@ -92,7 +94,7 @@ def measure(
     try:
         for number in _LAYERS:
             on_progress(f"measuring {number} layer{'s' if number > 1 else ''}")
-            with tempfile.TemporaryDirectory(dir=folder, prefix="infinity-plan-") as place:
+            with trial_folders([str(folder or tempfile.gettempdir())], Config().telemetry) as (place,):
                 found.append(_train(_with_layers(source, number), work, share, state_format, place))
     finally:
         torch.set_num_threads(threads)

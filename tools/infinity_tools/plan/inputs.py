@@ -17,6 +17,7 @@ from infinity.estimate.machine import (
     ACCESS_SECONDS,
     HASH_RATE,
     REACHED,
+    REACHED_IN_COLLECTIVES,
     UPDATE_SECONDS,
     Accelerator,
     Drives,
@@ -67,6 +68,7 @@ class Asked:
     tflops: float | None
     gpu_memory: str | None
     link: str | None
+    cores: int | None
     interconnect: str | None
     nvme: tuple[Path, ...]
     nvme_bandwidth: str | None
@@ -151,9 +153,9 @@ def _check(asked: Asked) -> None:
             raise ConfigError(
                 f"{name} {value} requires --nvme-bandwidth; the drives of --nvme folders are inspected instead"
             )
-    for name, text in (("--gpu-memory", asked.gpu_memory), ("--link", asked.link)):
-        if text is not None and asked.gpu is None and asked.tflops is None:
-            raise ConfigError(f"{name} {text} requires an accelerator; pass --gpu or --tflops")
+    for name, option in (("--gpu-memory", asked.gpu_memory), ("--link", asked.link), ("--cores", asked.cores)):
+        if option is not None and asked.gpu is None and asked.tflops is None:
+            raise ConfigError(f"{name} {option} requires an accelerator; pass --gpu or --tflops")
     if asked.world_size > 1 and asked.batch_tokens < 2 * asked.world_size:
         raise ConfigError(
             f"--batch-tokens {asked.batch_tokens} is too small for {asked.world_size} ranks; each rank needs at least "
@@ -296,8 +298,11 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    mine = os.sched_getaffinity(0)  # cores of this machine, even if the plan is for a different one
-    cores = max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups()))
+    cores, _ = _cores(asked, device)
+    if asked.interconnect is not None:
+        interconnect = _rate(asked.interconnect, "--interconnect")
+    else:
+        interconnect = device.interconnect if asked.world_size > 1 else 0.0
     beside = settings.update.thread_cores(kind, cores=cores, computing=cores)
     return Machine(
         drives=drives,
@@ -307,8 +312,21 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
         update_cores=beside,
         hash_rate=HASH_RATE * max(1, hash_threads(cores - beside - 1)) if device.link else 0.0,
         access_seconds=ACCESS_SECONDS if device.link else 0.0,
-        interconnect=_rate(asked.interconnect, "--interconnect") if asked.interconnect is not None else 0.0,
+        interconnect=interconnect,
     )
+
+
+def _cores(asked: Asked, device: Accelerator) -> tuple[int, str]:
+    """Return the number of CPU cores of a rank, and its source.
+
+    The machine on which a plan for an accelerator is made is often a different one, so its cores do not count.
+    """
+    if asked.cores is not None:
+        return asked.cores, "from --cores"
+    if device.cores:
+        return device.cores, f"as in a common node with {asked.gpu}; set --cores"
+    mine = os.sched_getaffinity(0)
+    return max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups())), "this machine's; set --cores"
 
 
 def _measured(
@@ -375,6 +393,9 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         f"({sources.get('computation') or _how_fast(asked)})",
         updates,
     ]
+    if asked.gpu is not None or asked.tflops is not None:
+        number, source = _cores(asked, device)
+        lines.append(f"{number} CPU core{'s' * (number > 1)} per rank ({source})")
     if device.link:
         lines.append(
             f"transfers between host and GPU: {_giga(device.link)}B/s each way; checksums: "
@@ -384,11 +405,25 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         lines.append(f"each layer processes all {work.micro_batches} micro-batches before the next layer starts")
     elif work.micro_batches > 1:
         lines.append(f"a loop runs the whole model on each of the {work.micro_batches} micro-batches")
-    if work.world_size > 1 and not machine.interconnect:
-        lines.append("communication between ranks takes no time (set --interconnect)")
+    if work.world_size > 1:
+        lines.append(_exchange(machine, asked))
     if "memory.host_bytes" not in asked.settings and asked.config is None:
         lines.append(f"host cache: {format_size(found.settings.memory.host_bytes)}, a quarter of the available memory")
     return lines
+
+
+def _exchange(machine: Machine, asked: Asked) -> str:
+    if not machine.interconnect:
+        return "communication between ranks takes no time (set --interconnect)"
+    speed = f"communication between ranks: {_giga(machine.interconnect)}B/s"
+    if asked.interconnect is not None:
+        return f"{speed} (from --interconnect)"
+    if machine.device.fabric:
+        source = f"{REACHED_IN_COLLECTIVES:.0%} of the links between accelerators in each direction"
+    else:
+        source = "half of the link to the host, because data passes through host memory"
+    network = "; the network between nodes is not included" if asked.nodes > 1 else ""
+    return f"{speed} ({source}{network}; set --interconnect)"
 
 
 def _giga(value: float) -> str:

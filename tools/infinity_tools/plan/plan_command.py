@@ -12,6 +12,7 @@ from rich.console import Console
 from infinity.cli_errors import Version, at_most, finite, setting
 from infinity_tools.output import check_out, write_out
 from infinity_tools.preset_list import list_presets
+from infinity_tools.signals import StopRequest
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
 
@@ -158,15 +159,26 @@ def plan(
         int | None,
         typer.Option(
             callback=setting("update.cores"),
-            help="CPU cores per rank reserved for updates. 0: none. [default: with an accelerator, as many as a run "
-            "on this machine would use; otherwise 0]",
+            help="CPU cores per rank reserved for updates. 0: none. [default: with an accelerator, as many of --cores "
+            "as a run would use; otherwise 0]",
             rich_help_panel=_RUN,
+        ),
+    ] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="CPU cores per rank, for updates and checksums. [default: with --gpu, those of a common node with "
+            "this accelerator (`--gpu list`); with --tflops, those of this machine, divided among the ranks]",
+            rich_help_panel=_MACHINE,
         ),
     ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: communication takes no time]",
+            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: with --gpu, that of the links "
+            "between accelerators (`--gpu list`); otherwise, communication takes no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -326,6 +338,7 @@ def plan(
         tflops=tflops,
         gpu_memory=gpu_memory,
         link=link,
+        cores=cores,
         interconnect=interconnect,
         nvme=tuple(nvme or _paths_of(config if nvme_bandwidth is None else None)),
         nvme_bandwidth=nvme_bandwidth,
@@ -349,7 +362,7 @@ def plan(
         },
     )
     console = Console(stderr=True)
-    with console.status("planning") as status:
+    with StopRequest(), console.status("planning") as status:  # a signal removes the folder of the measurement
         found, sources = plan_of(asked, status.update)
         assumptions = assumptions_of(found, asked, sources)
         status.update("planning alternatives")
@@ -385,15 +398,32 @@ def _list_accelerators(*, json: bool) -> None:
     known = sorted(ACCELERATORS.values(), key=lambda one: one.name)
     if json:
         listed = [
-            {"name": one.name, "flops": one.flops, "memory_bytes": one.memory_bytes, "link": one.link} for one in known
+            {
+                "name": one.name,
+                "flops": one.flops,
+                "memory_bytes": one.memory_bytes,
+                "link": one.link,
+                "interconnect": one.interconnect,
+                "cores": one.cores,
+            }
+            for one in known
         ]
         typer.echo(json_format.dumps(listed))
         return
     rows = [
-        (one.name, f"{one.flops / 1e12:.0f}", format_size(one.memory_bytes), f"{one.link / 1e9:.0f}") for one in known
+        (
+            one.name,
+            f"{one.flops / 1e12:.0f}",
+            format_size(one.memory_bytes),
+            f"{one.link / 1e9:.0f}",
+            f"{one.interconnect / 1e9:.0f}",
+            str(one.cores),
+        )
+        for one in known
     ]
-    headings = ("name", ">achieved TFLOP/s", ">memory", ">GB/s to host")
-    Console(highlight=False).print(table("accelerators", headings, rows))
+    headings = ("name", ">TFLOP/s", ">memory", ">to host", ">to ranks", ">cores")
+    title = "accelerators: achieved TFLOP/s, GB/s to host and between ranks, CPU cores"
+    Console(highlight=False).print(table(title, headings, rows))
 
 
 def _paths_of(config: Path | None) -> tuple[Path, ...]:

@@ -57,6 +57,7 @@ class Run:
     id: str
     name: str
     """Name of the run (`run.name`), or an empty string if it has no other name than its id."""
+    user: str
     status: str
     """``dead`` if a rank is dead, ``idle`` if the run is live but has no recent step, otherwise ``live`` or ``ended``.
     """
@@ -194,6 +195,7 @@ def _run(tree: Tree) -> Run:
     return Run(
         id=_text(tree.get("id")),
         name=_text(tree.get("name", "")) if tree.get("name") != tree.get("id") else "",
+        user=_text(tree.get("user", "")),
         status="idle" if tree.get("idle") is True else _text(tree.get("status")),
         world_size=int(_number(tree, "world_size") or 0),
         step=_number(tree, "steps"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from rich.text import Text
 
+from infinity.untrusted_files import user_name
 from infinity_tools.top.columns import Column, fitting, headings, line, row
 from infinity_tools.top.reading import Rank, Run
 from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
@@ -44,8 +46,9 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
             begin = f"  {run.id}" if run.name else _of_ranks(run)
             block.append(_bar_line(begin, run.parts, shown[0].width, width, plain=state.ascii))
         if run.id in state.expanded:
-            if run.name:
-                block.append(Text(f"    {run.id}, {_of_ranks(run).strip()}"))
+            others = [] if run.user in ("", user_name(os.geteuid())) else [f"user {run.user}"]
+            if run.name or others:
+                block.append(Text("    " + ", ".join([run.id, *others, _of_ranks(run).strip()])))
             block += _more(run, dropped, width)
             for rank in run.ranks:
                 block.append(_rank_line(rank, shown))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, RunConfig
 from infinity.errors import ConfigError, InfinityError
+from infinity_tools.trial_folders import empty
 from infinity_tools.tune.outcome import Bounds, Outcome
-from infinity_tools.tune.trial_folders import empty
 
 if TYPE_CHECKING:
     from infinity import PagedOptimizer

@@ -24,10 +24,10 @@ from typing import Any
 
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
+from infinity_tools.trial_folders import empty, remove
 from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.search_space import Candidate
 from infinity_tools.tune.trial import Trials, Workload, is_usage
-from infinity_tools.tune.trial_folders import empty, remove
 
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 0.2

@@ -21,13 +21,13 @@ from infinity.units import MIB, align_down, format_size
 from infinity.untrusted_files import why_not_written
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
+from infinity_tools.trial_folders import trial_folders
 from infinity_tools.tune.journal import Journal, check_file
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
 from infinity_tools.tune.progress_view import View
 from infinity_tools.tune.search import Search, SearchFailed
 from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candidate_of, make_space
 from infinity_tools.tune.trial import Workload
-from infinity_tools.tune.trial_folders import trial_folders
 from infinity_tools.tune.trial_worker import Worker
 from infinity_tools.tune.tune_report import summarize, write_results, write_settings
 

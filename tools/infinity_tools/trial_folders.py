@@ -1,4 +1,4 @@
-"""Temporary folders for the paged state of trials, removed at the end or at the next start.
+"""Temporary folders for the paged state of trials, removed at the end, at the next start, or by `infinity store gc`.
 
 The process that uses a folder holds a lock on a file in it, so a folder without a lock was left by a killed process.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from infinity.errors import ConfigError
 from infinity.store.marker import is_run_id
 from infinity.telemetry.stats_file import find_stats_files
 
-PREFIX = ".infinity-tune-"
+PREFIX = ".infinity-trial-"
 _LOCK = "lock"
 _OLD_SECONDS = 60.0
 """Age from which a folder without a lock file counts as left over: its process was killed between creating the two."""
@@ -57,9 +58,26 @@ def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[
 
 def remove_left_over(path: Path, telemetry: TelemetryConfig) -> None:
     """Remove trial folders under `path` that no process has locked. Raises `OSError` if `path` cannot be read."""
-    for folder in path.iterdir():
-        if folder.name.startswith(PREFIX) and not folder.is_symlink() and _is_left(folder):
-            remove(folder, telemetry)
+    for folder in left_over(path):
+        remove(folder, telemetry)
+
+
+def left_over(path: Path) -> list[Path]:
+    """Return this user's trial folders under `path` that no process has locked.
+
+    Raises `OSError` if `path` cannot be read.
+    """
+    # A folder of another user may contain links in place of folders.
+    found = (folder for folder in path.iterdir() if folder.name.startswith(PREFIX) and _is_own(folder))
+    return sorted(filter(_is_left, found))
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:  # already removed
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_left(folder: Path) -> bool:

@@ -1,0 +1,348 @@
+"""Tests of a daemon that runs as root and serves several users, among them malicious ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity import config
+from infinity.config import TelemetryConfig, runtime_dir
+from infinity.daemon_client import SOCKET_NAME, NodeDaemon
+from infinity.errors import ConfigError, FolderBusyError
+from infinity.io.block_devices import locate
+from infinity.telemetry import Stats
+from infinity_daemon import reservations, server
+from infinity_daemon.daemon_config import load_daemon_config
+from infinity_daemon.stats_files import StatsFiles
+from infinity_daemon.users import ALL, Users
+from support.daemon_process import client, daemon, get, start_second, talk, until
+
+ALICE, BOB, GROUP = 65_001, 65_002, 65_003
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="requires root to act as several users")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder that all users can enter. Its subfolder `run` takes the place of /run/infinity."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    (folder / "run").mkdir(mode=0o755)
+    monkeypatch.setattr(config, "NODE_FOLDER", folder / "run")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    for name, uid in (("alice", ALICE), ("bob", BOB)):
+        (folder / name).mkdir(mode=0o700)
+        os.chown(folder / name, uid, uid)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_user(uid: int, act: Callable[[], Any], *groups: int) -> Any:
+    """Return the result of `act`, run in a process of a user. It must be serializable as JSON."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reader)
+            os.setgroups(groups)
+            os.setgid(uid)
+            os.setuid(uid)
+            os.write(writer, json.dumps(act()).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        result = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return json.loads(result)
+
+
+def start_rank(run_id: str, *paths: Path, close: bool = False, **info: str) -> str:
+    """Create the stats file of a rank, as this user's runs do, and return its path. The process stays its owner."""
+    stats = Stats.create(
+        runtime_dir(TelemetryConfig()), run_id=run_id, rank=0, local_rank=0, world_size=1,
+        devices=[f"nvme{number}" for number in range(len(paths))],
+        info={"paths": json.dumps([str(path) for path in paths]), **info},
+    )  # fmt: skip
+    stats.counter("steps_total").add(7)
+    if close:
+        stats.close()
+    return str(stats.path)
+
+
+def ask(op: str, **values: object) -> dict[str, Any]:
+    """Return the daemon's response, also if it is an error."""
+    (answer,) = talk(runtime_dir(TelemetryConfig()), {"op": op, **values})
+    return answer
+
+
+def test_status_shows_the_runs_and_reservations_of_all_users(node: Path) -> None:
+    """Each user's ranks find root's daemon and get a private folder, and every user sees all runs."""
+    with daemon(node / "run", "--group", ALL) as process:
+        for name, uid in (("alice", ALICE), ("bob", BOB)):
+            path = as_user(uid, lambda name=name: start_rank(f"run-of-{name}", node / name, name=f"model of {name}"))
+            assert path == str(node / f"run/{uid}/run-of-{name}.rank0.stats")
+            about = (node / f"run/{uid}").stat()
+            assert (about.st_uid, stat.S_IMODE(about.st_mode)) == (uid, 0o700)
+        for uid in (ALICE, BOB, 0):
+            status = as_user(uid, lambda: NodeDaemon(runtime_dir(TelemetryConfig())).ask("status"))
+            assert [(rank["run_id"], rank["name"], rank["user"], rank["steps"]) for rank in status["ranks"]] == [
+                ("run-of-alice", "model of alice", str(ALICE), 7), ("run-of-bob", "model of bob", str(BOB), 7)
+            ]  # fmt: skip
+            assert {path["path"] for path in status["paths"]} == {str(node / "alice"), str(node / "bob")}
+            state = as_user(uid, lambda: NodeDaemon(runtime_dir(TelemetryConfig())).ask("state"))
+            assert {run["user"] for run in state.get("runs", ())} <= {str(ALICE), str(BOB)}
+        assert f'user="{BOB}"' in get(process.port, "/metrics")
+
+        def reserve() -> list[object]:
+            answer = ask("reserve", path=str(node / "bob"), bytes=4096, run_id="run-of-bob")
+            return [answer.get("ok"), ask("status")["reservations"][0]["user"]]
+
+        assert as_user(BOB, reserve) == [True, str(BOB)]
+        until(lambda: not talk(node / "run", {"op": "status"})[0]["reservations"])  # its process has ended
+
+
+def test_reservations_can_only_be_released_by_their_owner(node: Path) -> None:
+    """Another process of any user, even with the same run and path, releases nothing."""
+    with daemon(node / "run", "--group", ALL), client(node / "run") as peer, peer.makefile("rb") as answers:
+        request = {"path": str(node / "alice"), "run_id": "mine"}
+        peer.sendall(json.dumps({"op": "reserve", "bytes": 4096, **request}).encode() + b"\n")
+        assert json.loads(answers.readline())["ok"]
+        for uid in (ALICE, BOB):
+            assert as_user(uid, lambda: ask("release", **request)) == {"ok": True, "released_bytes": 0}
+        (left,) = talk(node / "run", {"op": "status"})[0]["reservations"]
+        assert (left["pid"], left["user"]) == (os.getpid(), "root")
+
+
+def test_a_user_can_only_reserve_space_in_own_folders(node: Path) -> None:
+    """Otherwise, a user could keep the runs of others off a drive without having access to it."""
+    with daemon(node / "run", "--group", ALL):
+        for path in (node, node / "bob", "/root"):
+            answer = as_user(ALICE, lambda path=path: ask("reserve", path=str(path), bytes=1, run_id="r"))
+            assert "belong" in answer["error"]
+        assert talk(node / "run", {"op": "status"})[0]["reservations"] == []
+
+
+def test_responses_do_not_reveal_which_files_exist(node: Path) -> None:
+    """Root's daemon gives the same answer for existing and missing entries of a folder that the user cannot read."""
+    (node / "bob/secret").mkdir()
+    os.chown(node / "bob/secret", BOB, BOB)
+
+    def probe() -> list[object]:
+        found = []
+        for name in ("secret", "missing"):
+            path = str(node / "bob" / name)
+            for op, more in (
+                ("bandwidth", {"paths": [path]}), ("reserve", {"path": path, "bytes": 1, "run_id": "r"})
+            ):  # fmt: skip
+                found.append(ask(op, **more)["error"].replace(name, ""))
+        start_rank("spy", node / "bob/secret", node / "bob/missing")
+        return [found, [path["path"] for path in ask("status")["paths"]]]
+
+    with daemon(node / "run", "--group", ALL):
+        found, paths = as_user(ALICE, probe)
+    assert len(set(found)) == 1, found
+    assert "is not a folder that belongs to user" in found[0]
+    assert paths == []
+
+
+def test_a_user_cannot_record_bandwidth(node: Path) -> None:
+    """The profile of a drive affects all runs on it."""
+    with daemon(node / "run", "--group", ALL):
+        rates = {str(node / "alice"): {"read": 1.0, "write": 1.0, "mixed": 1.0}}
+        answer = as_user(ALICE, lambda: ask("record_bandwidth", rates=rates, source="probe"))
+        assert answer["error"].startswith("only root may record bandwidth")
+        assert talk(node / "run", {"op": "record_bandwidth", "rates": rates, "source": "probe"})[0]["ok"]
+
+
+def plant(folder: Path, victim: Path) -> None:
+    """Fill the folder of a user with links, pipes, foreign files and names that the daemon looks for."""
+    name = "x{}.rank0.stats".format
+    (folder / name(1)).symlink_to(victim)
+    (folder / name(2)).symlink_to(victim.parent)
+    os.mkfifo(folder / name(3))
+    (folder / name(4)).mkdir()
+    (folder / name(5)).write_bytes(b"INFSTATS" + b"\xff" * 99)
+    (folder / ".x6.rank0.stats.1").symlink_to(victim)
+    (folder / ".x7.rank0.stats.1").symlink_to(victim.parent)
+    (folder / "nested").symlink_to(victim.parent)
+    for file in set(folder.iterdir()) - {folder / SOCKET_NAME}:
+        os.utime(file, (0, 0), follow_symlinks=False)
+
+
+def test_planted_links_make_root_neither_read_nor_remove_files(node: Path) -> None:
+    """Neither the files in a user's folder nor a planted folder lead the daemon to files of other users."""
+    victim = Path(as_user(BOB, lambda: start_rank("victim", close=True)))  # in bob's own folder, without a daemon
+    assert victim.parent == node / f"infinity-{BOB}"
+    content = victim.read_bytes()
+    with daemon(node / "run", "--group", ALL, "--keep-dead-seconds", "0") as process:
+        folder = Path(as_user(ALICE, lambda: str(runtime_dir(TelemetryConfig()))))
+        as_user(ALICE, lambda: plant(folder, victim))
+        shutil.copy(victim, folder / victim.name)  # a file of root in alice's folder
+        until(lambda: talk(node / "run", {"op": "status"})[0]["broken_stats_files"] == 6)
+        status = talk(node / "run", {"op": "status"})[0]
+        assert status["ranks"] == []
+        assert "victim" not in get(process.port, "/metrics")
+        assert as_user(BOB, lambda: bool(ask("status")["ok"]))
+        assert "Traceback" not in process.log.read_text()
+    assert victim.read_bytes() == content
+    assert sorted(path.name for path in victim.parent.iterdir()) == [victim.name]
+
+
+def test_users_cannot_take_the_place_of_another_folder_or_of_the_socket(node: Path) -> None:
+    """The runtime folder is writable only by root, and a folder with a wrong owner or a link is not read."""
+
+    def attack() -> list[str]:
+        ask("status")
+        failed = []
+        for act in (
+            lambda: os.mkdir(node / f"run/{BOB}"),
+            lambda: os.rename(node / f"run/{ALICE}", node / f"run/{BOB}"),
+            lambda: os.symlink(node / "alice", node / f"run/{BOB}"),
+            lambda: os.unlink(node / "run" / SOCKET_NAME),
+            lambda: os.rmdir(node / f"run/{ALICE}"),
+        ):
+            try:
+                act()
+            except OSError as error:
+                failed.append(type(error).__name__)
+        return failed
+
+    with daemon(node / "run", "--group", ALL):
+        found = as_user(ALICE, attack)
+        assert found[:4] == ["PermissionError"] * 4
+        assert len(found) == 5
+        os.symlink(node / f"run/{ALICE}", node / f"run/{BOB}")
+        assert list(Users(node / "run", ALL).folders()) == [(node / f"run/{ALICE}", ALICE)]
+        assert as_user(BOB, lambda: str(runtime_dir(TelemetryConfig()))) == str(node / f"infinity-{BOB}")
+
+
+def test_a_run_with_the_id_of_another_users_run_stays_apart(node: Path) -> None:
+    """The later one gets a different id. Neither its metrics nor its bandwidth limits mix with those of the other."""
+    users = Users(node / "run", ALL)
+    for uid in (BOB, ALICE):
+        users.admit(uid)
+    stats_files = StatsFiles(node / "run", 900, 900, users)
+    as_user(BOB, lambda: start_rank("same", node / "bob", close=True))
+    assert [one.header.run_id for one in stats_files.scan().snapshots] == ["same"]
+    as_user(ALICE, lambda: start_rank("same", node / "alice", close=True))
+    found = {one.uid: one.header.run_id for one in stats_files.scan().snapshots}
+    assert found == {BOB: "same", ALICE: f"same@{ALICE}"}
+    assert (stats_files.shown_id("same", BOB), stats_files.shown_id("same", ALICE)) == ("same", f"same@{ALICE}")
+    (node / f"run/{BOB}/same.rank0.stats").unlink()
+    assert [one.header.run_id for one in stats_files.scan().snapshots] == ["same"]
+
+
+def test_one_user_cannot_exhaust_the_limits_of_others(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stats files, texts, paths and reservations are limited per user."""
+    monkeypatch.setattr("infinity_daemon.stats_files._MAX_USER_FILES", 3)
+    users = Users(node / "run", ALL)
+    for uid in (ALICE, BOB):
+        users.admit(uid)
+    for number in range(5):
+        as_user(ALICE, lambda n=number: start_rank(f"r{n}", *[node / "alice"] * 64, close=True, name="n" * 20_000))
+    as_user(BOB, lambda: start_rank("bobs", node / "bob", close=True))
+    found = StatsFiles(node / "run", 900, 900, users).scan().snapshots
+    assert [one.header.run_id for one in found] == ["r0", "r1", "r2", "bobs"]
+    assert {len(one.header.paths) for one in found[:3]} == {16}
+    assert {len(one.header.name) for one in found[:3]} == {128}
+    monkeypatch.setattr(reservations, "_MAX_RESERVATIONS", 1)
+    held, place = reservations.Reservations(), locate(str(node))
+    for uid in (ALICE, BOB):
+        held.reserve(reservations.Owner(uid=uid, pid=1, process_started=1), "r", place, 1, 10)
+    with pytest.raises(ConfigError, match="limit of 1 reservations per user"):
+        held.reserve(reservations.Owner(uid=BOB, pid=1, process_started=1), "s", place, 1, 10)
+
+
+def test_connections_of_one_user_do_not_keep_out_another_user(node: Path) -> None:
+    def occupy() -> bool:
+        folder = runtime_dir(TelemetryConfig())
+        peers = [client(folder) for _ in range(server.MAX_CLIENTS + 1)]
+        full = b"too many clients" in peers[-1].recv(1 << 16)
+        return full and as_root_asks()
+
+    def as_root_asks() -> bool:
+        os.write(occupied, b"x")  # the test now connects as another user
+        return os.read(released, 1) == b"x"
+
+    waiting, occupied = os.pipe()
+    released, releasing = os.pipe()
+    with daemon(node / "run", "--group", ALL), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(as_user, ALICE, occupy)
+        assert os.read(waiting, 1) == b"x"
+        try:
+            assert as_user(BOB, lambda: ask("status")["ok"])
+        finally:
+            os.write(releasing, b"x")
+        assert found.result(300)
+    for descriptor in (waiting, occupied, released, releasing):
+        os.close(descriptor)
+
+
+def test_a_group_restricts_who_may_connect(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel checks the mode of the socket, so users outside of the group use a folder of their own."""
+    with pytest.raises(ConfigError, match="does not exist"):
+        Users(node / "run", "no-such-group")
+    users = Users(node / "run", ALL)
+    users._group = GROUP
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(node / "run" / SOCKET_NAME))
+        users.open_socket(node / "run" / SOCKET_NAME)
+        listener.listen()
+        about = (node / "run" / SOCKET_NAME).stat()
+        assert (about.st_gid, stat.S_IMODE(about.st_mode)) == (GROUP, 0o660)
+
+        def connects() -> bool:
+            with socket.socket(socket.AF_UNIX) as peer:
+                return peer.connect_ex(str(node / "run" / SOCKET_NAME)) == 0
+
+        assert as_user(ALICE, connects, GROUP)
+        assert not as_user(BOB, connects)
+        assert as_user(BOB, lambda: str(runtime_dir(TelemetryConfig()))) == str(node / f"infinity-{BOB}")
+
+
+def test_a_daemon_for_several_users_needs_root_and_a_private_runtime_folder(node: Path) -> None:
+    def start() -> str:
+        try:
+            Users(node / "run", ALL)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert "requires that infinityd runs as root" in as_user(ALICE, start)
+    (node / "run").chmod(0o1777)
+    assert "must be writable only by root" in start_second(node / "run", "--port", "0", "--group", ALL).stderr
+    assert load_daemon_config(None, {"server.group": ALL}).runtime_dir == Path("/run/infinity")
+
+
+def test_the_own_daemon_of_a_user_does_not_replace_the_daemon_of_root(node: Path) -> None:
+    with daemon(node / "run", "--group", ALL):
+
+        def start() -> str:
+            try:
+                server._claim(runtime_dir(TelemetryConfig()) / SOCKET_NAME)
+            except FolderBusyError as error:
+                return str(error)
+            return ""
+
+        assert "the infinityd of root" in as_user(ALICE, start)
+
+
+def test_users_without_a_daemon_for_several_users_keep_their_folder(node: Path) -> None:
+    """A daemon of root that serves only root creates no folders."""
+    with daemon(node / "run"):
+        assert as_user(ALICE, lambda: str(runtime_dir(TelemetryConfig()))) == str(node / f"infinity-{ALICE}")
+        assert not (node / f"run/{ALICE}").exists()
