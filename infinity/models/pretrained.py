@@ -140,8 +140,8 @@ def from_pretrained(
         cache_dir: Cache for downloaded files. Default: transformers' cache.
         token: Token for models with restricted access. Default: the token stored by `hf auth login`.
         local_files_only: Whether to use only files that are already in the cache.
-        **config_values: Values that override entries of the configuration, such as ``num_labels=3``. A `vocab_size`
-            larger than that of the folder adds tokens, whose rows are initialized as in `resize_token_embeddings`.
+        **config_values: Values that override entries of the configuration, such as ``num_labels=3``. A larger
+            `vocab_size` adds tokens, whose rows are initialized as in `resize_token_embeddings`.
 
     Returns:
         The model, ready for `infinity.offload`.

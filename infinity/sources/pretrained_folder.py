@@ -121,7 +121,7 @@ class PretrainedFolder(FirstValues):
             _log.warning("missing in %s and initialized by the model: %s", self._files.path, _grouped(misfit.missing))
         if grown:
             _log.warning(
-                "the vocabulary is larger than that of %s; new rows are initialized with the mean of the others, as "
+                "the model has more tokens than %s; the new rows are initialized with the mean of the other rows, as "
                 "resize_token_embeddings does: %s", self._files.path, _grouped(grown),
             )  # fmt: skip
         if misfit.unexpected:

@@ -47,7 +47,8 @@ def test_page_size_grows_with_the_state(fsdp_modules: int, elements: int, host: 
 @pytest.mark.parametrize(
     ("fsdp_modules", "elements", "host", "expected"),
     [
-        (8, 51_000_000, 10 * GIB, 8 * MIB),  # 412 million parameters: fewer than 1024 pages
+        (8, 51_000_000, 10 * GIB, 64 * MIB),  # 412 million parameters: all pages fit in the host cache
+        (8, 51_000_000, 2 * GIB, 8 * MIB),  # larger pages would leave fewer than 256 cache slots
         (32, 218_000_000, 4 * GIB, 16 * MIB),  # the host cache keeps 256 cache slots
         (32, 218_000_000, 128 * GIB, 64 * MIB),  # 7 billion parameters: maximum size
     ],
