@@ -137,7 +137,7 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
 def settings_of(options: argparse.Namespace, variant: str, parameters: int, device_bytes: int) -> dict[str, Any]:
     """Return the settings that determine the plan of a variant."""
     # State, gradients, and padding of pages.
-    host_cache = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
+    host_cache = 20 * parameters + (1 << 30) if variant == "infinity_host" else options.host_memory
     return {
         "memory": {"host_bytes": host_cache, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
         "update": {"schedule": options.update, "cores": options.update_cores, "device": options.update_device},

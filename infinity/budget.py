@@ -154,8 +154,11 @@ def _page_size(
     most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
     while may_grow and totals.number > most and totals.page_bytes < largest:
         doubled = page_totals(fsdp_modules, formats, 2 * totals.page_bytes)
-        enough = min(_CACHE_SLOTS_OF_MANY, doubled.number)
-        if host_bytes // doubled.page_bytes < enough or not _good(doubled, host_bytes):
+        cache_slots = host_bytes // doubled.page_bytes
+        # The gradients of a range take at most a third of its page.
+        if cache_slots < doubled.number + FETCHED // 3 and (
+            cache_slots < _CACHE_SLOTS_OF_MANY or not _good(doubled, host_bytes)
+        ):
             break
         totals = doubled
     return totals
