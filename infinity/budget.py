@@ -30,8 +30,8 @@ _LARGEST_OF_MANY = 256 * MIB
 _MOST_PAGES_OF_DEVICE = 128
 _LARGEST_OF_DEVICE = 64 * MIB
 """The same limits for training on a GPU. A GPU is faster, so Python overhead per page matters earlier, and an update
-needs GPU memory for several of these pages. With 412M parameters on an H200, pages of 64 MiB reduced a step of 2.61
-times the in-memory time to 1.57 times. [benchmarks/results/gpu.json, gpu-64mib-pages.json]
+needs GPU memory for several of these pages. With 412M parameters and 64 MiB pages, a step on an H200 takes 1.2 times as
+long as in memory; with 8 MiB pages, it took 2.6 times as long. [benchmarks/results/gpu.json]
 """
 _CACHE_SLOTS_OF_MANY = 256
 """Minimum number of cache slots when pages are enlarged, unless all pages fit in the host cache, so that NVMe traffic

@@ -106,7 +106,7 @@ class MemoryConfig:
         0,
         "Size of a cache slot and maximum size of a page. 0: chosen to suit the host cache and the model, at most 8 "
         "MiB. If this results in too many pages, larger ones are used: up to 256 MiB on a CPU (above 4,096 pages), up "
-        "to 64 MiB on a GPU (above 1,024 pages).",
+        "to 64 MiB on a GPU (above 128 pages).",
         size=True,
     )
     device_bytes: int = setting(

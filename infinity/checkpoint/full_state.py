@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from infinity.checkpoint.description import TensorSpec
-from infinity.content.format import MASTER
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
@@ -24,47 +22,20 @@ class FullState(ABC):
 
     @property
     @abstractmethod
-    def step(self) -> int:
-        """Number of completed optimizer steps."""
-
-    @property
-    @abstractmethod
-    def extra(self) -> dict[str, Any]:
-        """User data, as passed to `save_checkpoint()`."""
-
-    @property
-    @abstractmethod
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All parameters, in the order of their shards."""
 
     @abstractmethod
-    def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
-
-    @abstractmethod
-    def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
-        """Return the optimizer states of a parameter, as (name, dtype)."""
-
-    @property
-    @abstractmethod
-    def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer. Their `params` are indices into `tensors`."""
-
-    @abstractmethod
-    def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the scalar optimizer states of every parameter that has been updated, by index into `tensors`."""
+    def dtype(self, index: int) -> torch.dtype:
+        """Return the dtype in which a parameter is trained."""
 
     @abstractmethod
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's persistent buffers, on the CPU."""
 
     @abstractmethod
-    def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter, in the dtype in which it is trained, or one of its optimizer states, in full shape.
-
-        Args:
-            index: Index into `tensors`.
-            name: ``master`` or one of `kinds`.
+    def read(self, index: int) -> torch.Tensor:
+        """Return a parameter in full shape, in the dtype in which it is trained.
 
         Raises:
             StorageError: if a page cannot be read.

@@ -263,8 +263,8 @@ class PagedTensor(WithoutMemory):
         """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
             f"{self.handle.name} is on NVMe and has no memory of its own; to work on this tensor, use a copy, "
-            "tensor.clone(); to save the model, call optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or "
-            "optimizer.save_checkpoint()"
+            "tensor.clone(); to save the model, call torch.distributed.checkpoint.save (dcp.save), "
+            "optimizer.save_pretrained or optimizer.save_checkpoint"
         )
 
 

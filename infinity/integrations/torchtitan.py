@@ -149,7 +149,7 @@ def _check(config: PagedTrainer.Config) -> None:
         ),
         "checkpoint.last_save_in_hf": (
             checkpoint.last_save_in_hf,
-            "weights keep torchtitan's parameter names; call trainer.optimizers.paged.save_dcp(folder) instead",
+            "weights keep torchtitan's parameter names; save them with torch.distributed.checkpoint.save",
         ),
         "checkpoint.create_seed_checkpoint": (checkpoint.create_seed_checkpoint, "it requires a model in memory"),
     }

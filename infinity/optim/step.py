@@ -156,6 +156,8 @@ class StepRunner:
         self._skip = False  # whether the current step skips all updates
         self._looked_between = False  # whether weights were read between backward and step() in the first step
         self._closed = ""  # reason why the runner is closed; empty while it is open
+        self.began = 0
+        """Number of steps that were completed before this run."""
 
     # Called by model hooks #
 
@@ -477,7 +479,7 @@ class StepRunner:
             step: number of completed steps.
             scalars: scalar optimizer states by shard.
         """
-        self.updates.step = step
+        self.updates.step = self.began = step
         self.updates.scalars.update(scalars)
 
     def check_open(self) -> None:

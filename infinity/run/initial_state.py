@@ -121,6 +121,25 @@ class Filling:
             resumed = replace(resumed, scalars={}, own={})
         return resumed
 
+    def load(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Load the optimizer state of sources that use `load_state_dict`, after the model was offloaded.
+
+        Args:
+            optimizer: optimizer that `infinity.offload` returns.
+
+        Returns:
+            Number of completed steps, or None if nothing was loaded.
+
+        Raises:
+            ConfigError, CheckpointError: if the state does not match the optimizer, or cannot be read.
+            StorageError: if a write fails.
+        """
+        if self._source is None:
+            return None
+        return self._run.ranks.together(
+            "loading the optimizer state", partial(self._source.load, self._sharded.model, optimizer)
+        )
+
     def _restore(self, groups: list[dict[str, Any]]) -> ResumedState | None:
         run, model, together = self._run, self._sharded.model, self._run.ranks.together
         if self._source is not None:

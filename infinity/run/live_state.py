@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,16 +15,13 @@ from torch import nn
 from torch.profiler import record_function
 
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.full_state import FullState, owners_of
-from infinity.checkpoint.model_state import load_scalars, read_groups, save_groups, save_scalars
 from infinity.content.format import MASTER
 from infinity.content.views import torch_dtype
 from infinity.errors import LostRankError
 from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
-from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 from infinity.store.folder import RunFolder
@@ -44,9 +41,6 @@ class LiveState(FullState):
         described: RunDescription,
         model: nn.Module,
         shards: ShardIO,
-        step: int,
-        plain: tuple[dict[int, dict[str, Any]], list[dict[str, Any]]],
-        extra: dict[str, Any],
     ) -> None:
         """Exchange the metadata. All ranks must call it together.
 
@@ -55,20 +49,11 @@ class LiveState(FullState):
             described: description of the tensors in this rank's pages.
             model: the model whose buffers are exported.
             shards: reader for the shards.
-            step: last completed step.
-            plain: optimizer scalars by shard, and param groups, both as the plain data that checkpoints store.
-            extra: user data.
 
         Raises:
             CheckpointError: if a full parameter cannot be assembled from the ranks' slices.
         """
         self._run, self._described, self._model, self._shards = run, described, model, shards
-        self._step, self._extra = step, extra
-        scalars, self._groups = plain
-        self._scalars: dict[int, dict[str, Any]] = {}
-        # A rank with an empty slice may have no scalars for a parameter, but another rank has them.
-        for found in run.ranks.collect(scalars):
-            self._scalars = load_scalars(found) | self._scalars
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
         """Descriptions from all ranks, for each parameter."""
         self._owners = [owners_of(list(specs), run.folder.run_id) for specs in self._specs]
@@ -81,36 +66,13 @@ class LiveState(FullState):
         return self._run.folder
 
     @property
-    def step(self) -> int:
-        """Number of completed optimizer steps."""
-        return self._step
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """User data to include in the export."""
-        return self._extra
-
-    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All parameters, in the order of their shards."""
         return self._described.tensors
 
-    def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
-        return torch_dtype(self._described.layout.format_of(index).dtypes[name])
-
-    def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
-        """Return the optimizer states of a parameter, as (name, dtype)."""
-        return self._described.layout.format_of(index).kinds
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """Param groups of the optimizer. Their `params` are indices into `tensors`."""
-        return read_groups(self._groups)
-
-    def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer scalars of every parameter that has been updated, by index into `tensors`."""
-        return self._scalars
+    def dtype(self, index: int) -> torch.dtype:
+        """Return the dtype in which a parameter is trained."""
+        return torch_dtype(self._described.layout.format_of(index).dtypes[MASTER])
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers of the model, on the CPU."""
@@ -119,8 +81,8 @@ class LiveState(FullState):
             # Layers may share a buffer, but safetensors rejects tensors that overlap in memory.
             yield name, found[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter or one of its optimizer states in its full shape.
+    def read(self, index: int) -> torch.Tensor:
+        """Return a parameter in its full shape.
 
         Call it on rank 0 while the other ranks run `serve`.
 
@@ -128,11 +90,11 @@ class LiveState(FullState):
             StorageError, CorruptPageError: if a page cannot be read or does not match its checksum.
             InfinityError: if the read failed on another rank.
         """
-        self._run.ranks.agree((index, name))
+        self._run.ranks.agree(index)
         spec, mine = self.tensors[index], self._specs[index][self._run.ranks.rank].shard_rank
 
         def prepare() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-            part = self._shards.read(index, name)
+            part = self._shards.read(index, MASTER)
             if spec.shard_size == 1:
                 return part.view(spec.shape), [], part
             whole = torch.empty(spec.shape, dtype=part.dtype)
@@ -141,7 +103,7 @@ class LiveState(FullState):
             slices[mine].copy_(part.view(slices[mine].shape))
             return whole, slices, torch.empty(max(rows.nbytes for rows in slices), dtype=torch.uint8, device=self._wire)
 
-        whole, slices, buffer = self._together(index, name, prepare)
+        whole, slices, buffer = self._together(index, prepare)
         for position, rows in enumerate(slices):
             if position != mine and rows.numel():
                 sent = buffer[: rows.nbytes]
@@ -156,10 +118,9 @@ class LiveState(FullState):
             Exception: the first read error on this rank or on another one.
         """
         failure: Exception | None = None
-        while (wanted := self._run.ranks.agree(None)) is not None:
-            index, name = wanted
+        while (index := self._run.ranks.agree(None)) is not None:
             try:
-                sent = self._together(index, name, partial(self._to_send, index, name))
+                sent = self._together(index, partial(self._to_send, index))
             except Exception as error:  # `together` has also raised it on rank 0, which ends the loop
                 failure = failure or error
                 continue
@@ -173,16 +134,16 @@ class LiveState(FullState):
         with contextlib.suppress(LostRankError):  # a lost rank is not waiting
             self._run.ranks.agree(None)
 
-    def _to_send(self, index: int, name: str) -> torch.Tensor:
+    def _to_send(self, index: int) -> torch.Tensor:
         """Return the bytes of this rank's slice, or an empty tensor if another rank sends the same slice."""
-        part, rank = self._shards.read(index, name), self._run.ranks.rank
+        part, rank = self._shards.read(index, MASTER), self._run.ranks.rank
         if self._owners[index][self._specs[index][rank].shard_rank] != rank:
             return part[:0]
         return part.contiguous().view(torch.uint8).to(self._wire)
 
-    def _together(self, index: int, name: str, prepare: Callable[[], T]) -> T:
+    def _together(self, index: int, prepare: Callable[[], T]) -> T:
         """Prepare the exchange of a tensor. An error on one rank is raised on all ranks before any of them waits."""
-        return self._run.ranks.together(f"reading {name} of {self.tensors[index].names[0]}", prepare)
+        return self._run.ranks.together(f"reading {self.tensors[index].names[0]}", prepare)
 
 
 class LiveSaves:
@@ -193,23 +154,19 @@ class LiveSaves:
         run: Run,
         model: nn.Module,
         described: RunDescription,
-        base_optimizer: BaseOptimizer,
         runner: StepRunner,
         shards: ShardIO,
         attachment: Attachment,
     ) -> None:
-        self._run, self._model, self._described, self._base_optimizer = run, model, described, base_optimizer
+        self._run, self._model, self._described = run, model, described
         self._runner, self._shards, self._attachment = runner, shards, attachment
 
-    def write(
-        self, what: str, check: Callable[[str], None], extra: dict[str, Any], write: Callable[[FullState], list[Path]]
-    ) -> list[Path]:
+    def write(self, what: str, check: Callable[[str], None], write: Callable[[FullState], list[Path]]) -> list[Path]:
         """Write the files on rank 0 while the other ranks send their slices. All ranks must call it together.
 
         Args:
             what: name of the export, for messages.
             check: function that raises an error unless it is called between two steps.
-            extra: user data.
             write: function that writes the files of a state and returns their paths.
 
         Returns:
@@ -217,29 +174,24 @@ class LiveSaves:
 
         Raises:
             InfinityError: if `check` raises it or another rank failed.
-            CheckpointError: if `extra` contains an unsupported value, or a parameter cannot be assembled.
+            CheckpointError: if a parameter cannot be assembled.
             Exception: any error that `write` raises.
         """
         run = self._run
         with run.ledger.phase("other"), record_function("infinity::save"), _random_states_kept():
-            plain = run.ranks.together(what, partial(self._prepare, partial(check, what), extra))
-            step = self._runner.updates.step
-            state = LiveState(run, self._described, self._model, self._shards, step, plain, extra)
+            run.ranks.together(what, partial(self._prepare, partial(check, what)))
+            state = LiveState(run, self._described, self._model, self._shards)
             written = run.ranks.agree(run.ranks.together(what, partial(self._take_part, state, write)))
         run.ledger.restart_step()
         return written
 
-    def _prepare(
-        self, check: Callable[[], None], extra: dict[str, Any]
-    ) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-        """Flush pending updates, and return the optimizer scalars and param groups as plain data."""
+    def _prepare(self, check: Callable[[], None]) -> None:
+        """Flush pending updates, and update the run's copies of the model's configs."""
         check()
-        save_extra(extra)
         self._runner.flush_updates()
         self._attachment.check()
         if self._run.ranks.rank == 0:
             keep_configs(self._run.folder.checkpoints, self._model)
-        return save_scalars(self._runner.updates.scalars), save_groups(self._base_optimizer.groups_by_shard())
 
     def _take_part(self, state: LiveState, write: Callable[[FullState], list[Path]]) -> list[Path]:
         if self._run.ranks.rank != 0:

@@ -186,7 +186,7 @@ def offload_inside(
         filling = Filling(run, sharded, weights, strict, init)
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
         resumed = filling.fill(optimizer, steps.shards, new_optimizer=new_optimizer)
-        paged = _attach(run, sharded, steps, resumed)
+        paged = _attach(run, sharded, steps, filling, resumed)
         open_runs.add(paged, model)
     except BaseException as error:
         run.abandon(error)
@@ -274,7 +274,9 @@ def _loaded_bytes(layout: Layout, shard: int) -> int:
     return layout.shards[shard].spec.numel * sum(ITEMSIZE[dtype] for dtype in layout.format_of(shard).dtypes.values())
 
 
-def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
+def _attach(
+    run: Run, sharded: ShardedModel, steps: _Steps, filling: Filling, resumed: ResumedState | None
+) -> PagedOptimizer:
     """Replace the model's shards with paged shards, and return the optimizer that trains the model."""
     base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
 
@@ -299,8 +301,13 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, base_optimizer, of_model, names)
-    saves = LiveSaves(run, sharded.model, steps.described, base_optimizer, runner, shards, attachment)
+    saves = LiveSaves(run, sharded.model, steps.described, runner, shards, attachment)
     paged = PagedOptimizer(base_optimizer, run, runner, attachment.passes, states, checkpointer, saves, resumed)
+    loaded = filling.load(paged)
+    if loaded is not None:
+        runner.resume(loaded, {})
+    if loaded is not None or resumed is not None:
+        base_optimizer.note_resumed()
     # The new run needs its own checkpoint before the user can safely remove the old run.
     if run.directory.source is not None and run.settings.run.retained_checkpoints:
         paged.save_checkpoint(paged.resumed_extra)

@@ -22,7 +22,6 @@ from infinity import torch_private
 from infinity.checkpoint.full_state import FullState
 from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
 from infinity.fsdp.passes import Passes
 from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group
@@ -77,7 +76,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._reader, self._checkpointer, self._saves = states, checkpointer, saves
         self._states = PagedStates(states)  # the value of `state`
         self._extra = resumed.extra if resumed else {}  # user data of the resumed checkpoint
-        self._began = resumed.step if resumed is not None else 0  # steps taken before this run
         # Step of the newest checkpoint; None without a checkpoint.
         self._checkpointed = resumed.step if resumed is not None and run.directory.found is not None else None
         self.records: list[StepRecord] = []
@@ -85,8 +83,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().__init__(self._base_optimizer.param_groups, self._base_optimizer.defaults)
         del vars(self)["defaults"]  # looked up on the base optimizer, like its other attributes
         base_optimizer.hand_over(self, self._states)
-        if resumed is not None:
-            base_optimizer.note_resumed()
         self._made = True
 
     # The torch.optim.Optimizer interface #
@@ -411,39 +407,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 state, Path(folder), config=config, companions=beside, dtype=dtype, file_bytes=most
             )
 
-        return self._saves.write("save_pretrained", self.check_between, {}, write)
-
-    def save_dcp(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        extra: dict[str, Any] | None = None,
-        file_bytes: int | str = FILE_BYTES,
-    ) -> list[Path]:
-        """Save the weights and optimizer state after the last step as a `torch.distributed.checkpoint` folder.
-
-        A plain FSDP2 run can resume from the folder bit for bit with `dcp.load` and `set_state_dict`, and so can
-        `infinity.offload(…, weights=folder)`. As with `save_pretrained`, all ranks must call it together, between two
-        steps.
-
-        Args:
-            folder: destination; a new or empty folder.
-            extra: user data; see `save_checkpoint`.
-            file_bytes: maximum size of the tensors per file, in bytes or as a string such as ``"1GiB"``.
-
-        Returns:
-            Paths of the files, on every rank.
-
-        Raises:
-            ConfigError, InfinityError, StorageError, CorruptPageError: for the same reasons as in `save_pretrained`.
-            CheckpointError: if `extra` contains an unsupported value.
-        """
-        most = file_size(file_bytes)
-
-        def write(state: FullState) -> list[Path]:
-            return DcpExport(state).write(Path(folder), file_bytes=most)
-
-        return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
+        return self._saves.write("save_pretrained", self.check_between, write)
 
     def report(
         self, *, loss: float | torch.Tensor | None = None, tokens: int = 0, total_steps: int | None = None
@@ -466,7 +430,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
         if total_steps is not None and total_steps < 0:
             raise ConfigError(f"total_steps = {total_steps} is out of range. Pass the step at which training will end.")
-        target = None if total_steps is None else max(0, total_steps - self._began)
+        target = None if total_steps is None else max(0, total_steps - self._runner.began)
         self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens, target)
 
     @property
@@ -566,7 +530,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _tell_lost_steps(self) -> None:
         """Warn about steps that no checkpoint contains, unless the settings ask for them to be discarded."""
-        first, steps, run = max(self._began, self._checkpointed or 0) + 1, self.steps, self._run
+        first, steps, run = max(self._runner.began, self._checkpointed or 0) + 1, self.steps, self._run
         wanted = run.settings.run.keep != "never" and run.settings.run.retained_checkpoints > 0
         if steps >= first and run.ranks.rank == 0 and wanted:
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"

@@ -1,260 +1,305 @@
-"""First values from a folder of `torch.distributed.checkpoint`: of a model, or of a training that goes on."""
+"""Initial values from a `torch.distributed.checkpoint` folder that contains a model, and optionally its optimizer."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
-from infinity.checkpoint.extra import load_extra
-from infinity.checkpoint.model_state import ResumedState
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
-from infinity.errors import CheckpointError, ConfigError
-from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, open_checkpoint
+from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.formats.dcp_metadata import METADATA, MetadataReader
 from infinity.fsdp.sharded_model import Member, local_bounds
-from infinity.optim.multi_optimizer import OWNER, name_of
+from infinity.optim.multi_optimizer import OWNER
 from infinity.optim.slicing_check import make_kernel
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
+_GROUPS, _STATE = "param_groups.", "state."
+_LISTED = 3
+"""Maximum number of keys that an error message lists."""
 
 
 class DcpFolder(FirstValues):
-    """A folder that `torch.distributed.checkpoint` wrote, by any number of ranks; each rank reads its slices.
+    """Source of initial values: a `torch.distributed.checkpoint` folder, written by any number of ranks.
 
-    The model's state may be on its own or beside the optimizer's, under any name. Memory is that of one tensor as it
-    was saved, besides the slices that are asked for. Nothing that the folder says is run (`dcp_metadata`).
+    The state dicts of the model and the optimizer may have any position in the saved state dict. Each rank reads its
+    own slices, one tensor at a time. Nothing in the folder is executed: see `MetadataReader`, and objects are loaded
+    with ``weights_only=True``.
+
+    Args:
+        folder: folder to read.
+
+    Raises:
+        CheckpointError: if the metadata cannot be read, or a file is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read the metadata.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
         self._folder = Path(folder)
-        self._reader, self._metadata = open_checkpoint(self._folder)
-        self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata  # by key: what the metadata say of a value
-        paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
+        self._reader = MetadataReader(self._folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, True)
+        self._stored: Mapping[str, Any] = metadata.state_dict_metadata
+        paths: Mapping[str, Sequence[Any]] = metadata.planner_data or {key: (key,) for key in self._stored}
         if missing := self._stored.keys() - paths.keys():
-            raise CheckpointError(f"{self._folder / METADATA} cannot be read: it does not say what {min(missing)} is")
-        self._paths = {
-            key: tuple(map(str, paths[key])) for key in self._stored
-        }  # by key: where it was in the state dict
-        # What follows is found by `check`.
-        self._model = ""  # what stands before the names of the model's state
-        self._optim: str | None = None  # and before those of the optimizer's; None: it has none
-        self._settings: list[dict[str, str]] = []  # for every group here, keys of its settings
-        self._slices: dict[str, dict[str, str]] = {}  # for every parameter, keys of its element-wise states
-        self._scalars: dict[str, dict[str, str]] = {}  # and of the others
+            raise CheckpointError(f"{self._folder / METADATA} cannot be read: it has no path for {min(missing)}")
+        # Position of each key in the saved state dict
+        self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
+        # Set by `check`: prefixes of the keys of the model and of the optimizer (None without optimizer state), saved
+        # settings of the param groups, and keys of the states by parameter
+        self._model = ""
+        self._optim: str | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._states: dict[str, dict[str, str]] = {}
 
     @staticmethod
     def is_at(folder: str | os.PathLike[str]) -> bool:
-        """Whether a folder is one."""
+        """Return whether a path is a `torch.distributed.checkpoint` folder."""
         return (Path(folder) / METADATA).is_file()
 
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that all of the model is there, and all of the optimizer's state if there is any.
+        """Check that the folder contains all parameters and persistent buffers of the model and no other tensors of a
+        model. If it contains optimizer state, check that it is the state of the same optimizer and param groups.
 
         Raises:
-            ConfigError: something is missing, or of another shape or dtype; it is named.
-            CheckpointError: something cannot be read.
+            ConfigError: if it does not match. The message names the difference.
+            CheckpointError: if a file cannot be read.
         """
-        self._model = self._find_model(_name(members[0]))
+        root = self._find_model(_name(members[0]))
+        self._model = "".join(f"{part}." for part in root)
         if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise ConfigError(
-                f"{apart[0]} is tensor-parallel, and {self._folder} has whole parameters; load it into a model on a "
-                "real device, or without tensor parallelism"
+                f"{apart[0]} is tensor-parallel, and {self._folder} contains whole parameters. Load the folder into a "
+                "model on a real device, or without tensor parallelism."
             )
         for member in members:
-            key = self._model + _name(member)
-            self._check_tensor(key, tuple(torch_private.full_shape(member.param)))
-            self._check_kind(key, member.param.sharded_param.dtype)
+            self._check_tensor(
+                self._model + _name(member),
+                tuple(torch_private.full_shape(member.param)),
+                member.param.sharded_param.dtype,
+            )
         for name in torch_private.persistent_buffers(model):
-            key, buffer = self._model + torch_private.unwrapped_name(name), model.get_buffer(name)
-            self._check_tensor(key, tuple(buffer.shape))
-            self._check_kind(key, buffer.dtype)
+            buffer = model.get_buffer(name)
+            self._check_tensor(self._model + torch_private.unwrapped_name(name), tuple(buffer.shape), buffer.dtype)
+        known = {self._model + torch_private.unwrapped_name(name) for name in model.state_dict()}
+        saved = {key for key, path in self._paths.items() if path[:-1] == root and self._is_tensor(key)}
+        if unexpected := sorted(saved - known):
+            more = f" and {len(unexpected) - _LISTED} more" if len(unexpected) > _LISTED else ""
+            raise ConfigError(
+                f"{self._folder} has tensors that the model does not have: {', '.join(unexpected[:_LISTED])}{more}. "
+                "Build the model that was saved."
+            )
         self._optim = self._find_optimizer()
         if self._optim is not None:
-            self._match_groups(members, optimizer)
-            self._match_states(members, layout, optimizer)
+            names = {id(member.param.sharded_param): _name(member) for member in members}
+            named = [
+                {**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups
+            ]
+            self._groups = self._load_groups(named)
+            self._states = self._match_states(names, optimizer)
 
-    def _find_model(self, first: str) -> str:
+    def _find_model(self, first: str) -> tuple[str, ...]:
         roots = {path[:-1] for path in self._paths.values() if path[-1] == first}
         if len(roots) > 1:
             found = ", ".join(sorted(map(".".join, roots)))
-            raise ConfigError(f"{self._folder} has several models ({found}); save one of them on its own")
-        return "".join(f"{part}." for root in roots for part in root) if roots else "model."
+            raise ConfigError(f"{self._folder} has several models ({found}). Save one of them on its own.")
+        return roots.pop() if roots else ("model",)
 
     def _find_optimizer(self) -> str | None:
-        roots = {key.partition(GROUPS)[0] for key in self._stored if GROUPS in key}
+        roots = {key.partition(_GROUPS)[0] for key in self._stored if _GROUPS in key}
         if len(roots) > 1:
-            raise ConfigError(f"{self._folder} has several optimizers ({', '.join(sorted(roots))}); save one only")
+            raise ConfigError(f"{self._folder} has several optimizers ({', '.join(sorted(roots))}). Save only one.")
         return roots.pop() if roots else None
 
-    def _check_kind(self, key: str, wanted: torch.dtype) -> None:
-        found = self._stored[key].properties.dtype
-        if not convertible(found, wanted):
-            raise ConfigError(f"{key} in {self._folder} is {found}, this run needs {wanted}; save it as it is trained")
+    def _is_tensor(self, key: str) -> bool:
+        return isinstance(self._stored.get(key), TensorStorageMetadata)
 
-    def _check_tensor(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        stored = self._stored.get(key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ConfigError(
-                f"{self._folder} has no tensor {key}; save what get_state_dict returns for this model and optimizer"
-            )
+    def _check_tensor(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if not self._is_tensor(key):
+            raise ConfigError(f"{self._folder} has no tensor {key}. Save the result of get_state_dict for this model.")
+        stored = self._stored[key]
         if sum(chunk.sizes.numel() for chunk in stored.chunks) < stored.size.numel():
-            raise ConfigError(f"{self._folder} has only a part of {key}; save it by all ranks together")
+            raise ConfigError(f"{self._folder} contains only a part of {key}. Save it on all ranks together.")
         if tuple(stored.size) != shape:
             raise ConfigError(
-                f"{key} in {self._folder} has shape {tuple(stored.size)}, this run needs {shape}; build the model that "
-                "was saved"
+                f"{key} in {self._folder} has shape {tuple(stored.size)}, but this run needs {shape}. Build the model "
+                "that was saved."
             )
-        if dtype is not None and stored.properties.dtype != dtype:
+        if not convertible(stored.properties.dtype, dtype):
             raise ConfigError(
-                f"{key} in {self._folder} is {stored.properties.dtype}, this run needs {dtype}; train in the dtype in "
-                "which it was trained, or save the model without its optimizer"
+                f"{key} in {self._folder} has dtype {stored.properties.dtype}, which cannot be converted to {dtype}. "
+                "Save it in the dtype in which it is trained."
             )
 
-    def _saved_groups(self) -> dict[str, dict[str, str]]:
-        """Return the keys of settings by group."""
-        groups: dict[str, dict[str, str]] = {}
-        prefix = f"{self._optim}{GROUPS}"
+    def _load_groups(self, here: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the saved settings of the param groups of this optimizer."""
+        keys: dict[str, dict[str, str]] = {}  # by number of the saved group, and setting
+        prefix = f"{self._optim}{_GROUPS}"
         for key in self._stored:
             if key.startswith(prefix):
-                group, _, setting = key.removeprefix(prefix).partition(".")
-                groups.setdefault(group, {})[setting] = key
-        if not all(group.isdigit() and "params" in settings for group, settings in groups.items()):
+                number, _, setting = key.removeprefix(prefix).partition(".")
+                keys.setdefault(number, {})[setting] = key
+        if not all(number.isdigit() and "params" in settings for number, settings in keys.items()):
             raise ConfigError(
-                f"{self._folder} has a flattened optimizer state; save it without flatten_optimizer_state_dict"
+                f"{self._folder} has a flattened optimizer state. Save it without flatten_optimizer_state_dict."
             )
+        targets = {key: self._empty(key) for settings in keys.values() for key in settings.values()}
+        loaded = self._load("param groups", targets)
+        saved = {frozenset(loaded[settings["params"]]): settings for settings in keys.values()}
+        groups = []
+        for number, group in enumerate(here):
+            settings = saved.get(frozenset(group["params"]))
+            if settings is None:
+                raise ConfigError(
+                    f"no param group in {self._folder} has the parameters of param group {number}. Create the "
+                    "optimizer with the param groups that were saved."
+                )
+            if missing := group.keys() - settings.keys() - {OWNER}:
+                raise ConfigError(
+                    f"param group {number} in {self._folder} has no setting {min(missing)}. Create the optimizer and "
+                    "its schedulers as they were when it was saved."
+                )
+            groups.append({**{setting: loaded[key] for setting, key in settings.items()}, "params": group["params"]})
         return groups
 
-    def _match_groups(self, members: Sequence[Member], optimizer: torch.optim.Optimizer) -> None:
-        groups = self._saved_groups()
-        group_of = {name: group for group, settings in groups.items() for name in self._read(settings["params"])}
-        names = {id(member.param.sharded_param): _name(member) for member in members}
-        for number, here in enumerate(optimizer.param_groups):
-            of_group = [names[id(param)] for param in here["params"]]
-            found = {group_of.get(name, "none"): name for name in of_group}
-            if len(found) != 1 or "none" in found:
-                raise ConfigError(
-                    f"the parameters of group {number} are not of one group in {self._folder} "
-                    f"({', '.join(f'{name} is in {group}' for group, name in sorted(found.items()))}); give the "
-                    "optimizer the groups that it had when it was saved"
-                )
-            settings = groups[group_of[of_group[0]]]
-            if missing := here.keys() - settings.keys() - {OWNER}:
-                lacking = f"{self._optim}{GROUPS}{group_of[of_group[0]]}.{min(missing)}"
-                raise ConfigError(
-                    f"{self._folder} has no {lacking}; make the optimizer, and "
-                    "its schedulers, as they were when it was saved"
-                )
-            self._settings.append({setting: key for setting, key in settings.items() if setting != "params"})
+    def _match_states(self, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
+        """Return the keys of the saved states of each parameter.
 
-    def _match_states(self, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer) -> None:
-        states: dict[str, dict[str, str]] = {}
-        for key, path in self._paths.items():
-            if key.startswith(f"{self._optim}{STATE}"):
-                states.setdefault(path[-2], {})[path[-1]] = key
-        kernel = make_kernel(optimizer)
-        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        for member, placed in zip(members, layout.shards, strict=True):
-            name, param = _name(member), member.param.sharded_param
-            if not placed.spec.trainable or name not in states:
+        A parameter that was never updated may have no saved state. Its states remain the initial ones.
+        """
+        saved: dict[str, dict[str, str]] = {}
+        prefix = f"{self._optim}{_STATE}"
+        for key in self._stored:
+            if key.startswith(prefix):
+                name, _, kind = key.removeprefix(prefix).rpartition(".")
+                saved.setdefault(name, {})[kind] = key
+        kernel, matched = make_kernel(optimizer), {}
+        for param, group in ((param, group) for group in optimizer.param_groups for param in group["params"]):
+            name = names[id(param)]
+            if not param.requires_grad or name not in saved:
                 continue
-            group, found = group_of[id(param)], states[name]
-            state = kernel.discover(param, group)
-            kinds = dict(state.kinds)
-            if found.keys() != kinds.keys() | set(state.scalars):
+            spec, found = kernel.discover(param, group), saved[name]
+            if found.keys() != (needed := {*dict(spec.kinds), *spec.scalars}):
                 raise ConfigError(
-                    f"{self._optim}{STATE}{name} in {self._folder} has {', '.join(sorted(found))}, "
-                    f"{name_of(optimizer)} as it is set here needs "
-                    f"{', '.join(sorted({*kinds, *state.scalars})) or 'nothing'}; make the optimizer that was saved"
+                    f"{prefix}{name} in {self._folder} has {', '.join(sorted(found))}, but this optimizer needs "
+                    f"{', '.join(sorted(needed)) or 'no state'}. Create the optimizer that was saved."
                 )
-            for kind, dtype in kinds.items():
-                self._check_tensor(found[kind], tuple(torch_private.full_shape(member.param)), torch_dtype(dtype))
-            self._slices[name] = {kind: found[kind] for kind in kinds}
-            self._scalars[name] = {scalar: found[scalar] for scalar in state.scalars}
+            for kind, dtype_name in spec.kinds:
+                dtype, key = torch_dtype(dtype_name), found[kind]
+                self._check_tensor(key, tuple(param.shape), dtype)
+                if (saved_dtype := self._stored[key].properties.dtype) != dtype:
+                    raise ConfigError(
+                        f"{key} in {self._folder} has dtype {saved_dtype}, but this run needs {dtype}. Train in the "
+                        "dtype that was saved, or save the model without its optimizer."
+                    )
+            matched[name] = found
+        return matched
+
+    # Weights and buffers #
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return this rank's slices, which are read when they are asked for.
-
-        Raises:
-            CheckpointError: when asked: a file cannot be read.
-        """
+        """Return a function that reads this rank's slices of the weights. `load` loads the optimizer states."""
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
+            if section != MASTER:
+                return None
             member = members[position]
-            if section == MASTER:
-                return self._slice(self._model + _name(member), member, member.param.sharded_param.dtype)
-            key = self._slices.get(_name(member), {}).get(section)
-            return None if key is None else self._slice(key, member, self._stored[key].properties.dtype)
+            key, (offsets, sizes) = self._model + _name(member), map(torch.Size, local_bounds(member.param))
+            slice_ = torch.empty(sizes, dtype=member.param.sharded_param.dtype)
+            items = create_read_items_for_chunk_list(key, self._stored[key], [ChunkStorageMetadata(offsets, sizes)])
+            try:
+                self._reader.read_data(LoadPlan(items), _Planner(slice_)).wait()
+            except Exception as error:  # torch raises various exceptions for a damaged file
+                raise self._cannot_read(key, error) from error
+            return slice_.reshape(-1)
 
         return value_of
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, in the dtypes of the model."""
-        return {
-            name: self._read(self._model + torch_private.unwrapped_name(name)).to(model.get_buffer(name).dtype)
-            for name in torch_private.persistent_buffers(model)
-        }
+        buffers = {name: model.get_buffer(name) for name in torch_private.persistent_buffers(model)}
+        keys = {name: self._model + torch_private.unwrapped_name(name) for name in buffers}
+        loaded = self._load("buffers", {key: self._empty(key) for key in keys.values()})
+        return {name: loaded[keys[name]].to(buffer.dtype) for name, buffer in buffers.items()}
 
-    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
-        """Put back settings of groups; return step counts.
+    # Optimizer state #
 
-        The step is that of the run which was exported, else the highest that the optimizer has counted for a parameter.
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+        """Load the optimizer state into an offloaded model, in place.
+
+        Raises:
+            CheckpointError: if a file cannot be read.
         """
         if self._optim is None:
-            _log.warning("%s has no optimizer state: moments and step counts begin anew", self._folder)
+            _log.warning("%s has no optimizer state: moments and step counts start from zero", self._folder)
             return None
-        for group, settings in zip(groups, self._settings, strict=True):
-            group.update({setting: self._read(key) for setting, key in settings.items()})
-        scalars = {
-            shard: {scalar: self._read(key) for scalar, key in self._scalars[_name(member)].items()}
-            for shard, member in enumerate(members)
-            if _name(member) in self._scalars
+        here = get_optimizer_state_dict(model, optimizer)["state"]
+        targets = {
+            key: here[name][kind] if isinstance(here[name][kind], DTensor) else self._empty(key)
+            for name, keys in self._states.items()
+            for kind, key in keys.items()
         }
-        counted = [int(values["step"]) for values in scalars.values() if "step" in values]
-        step = self._read(STEP) if STEP in self._stored else max(counted, default=0)
-        extra = load_extra(json.loads(self._read(EXTRA))) if EXTRA in self._stored else {}
-        return ResumedState(step, scalars, extra)
+        loaded = self._load("optimizer state", targets)
+        state = {name: {kind: loaded[key] for kind, key in keys.items()} for name, keys in self._states.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        return max((int(states["step"]) for states in state.values() if "step" in states), default=0)
 
-    def _read(self, key: str) -> Any:
-        """Return a whole tensor or plain data."""
+    # Reading #
+
+    def _empty(self, key: str) -> torch.Tensor | None:
+        """Return a tensor into which a saved tensor can be loaded, or None for an object."""
         stored = self._stored[key]
-        target = torch.empty(stored.size, dtype=stored.properties.dtype) if hasattr(stored, "size") else None
-        return self._load(key, create_default_local_load_plan({key: target}, self._metadata), target)
+        return torch.empty(stored.size, dtype=stored.properties.dtype) if self._is_tensor(key) else None
 
-    def _slice(self, key: str, member: Member, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's elements of a whole tensor, flat."""
-        offsets, sizes = map(torch.Size, local_bounds(member.param))
-        target = torch.empty(sizes, dtype=dtype)
-        items = create_read_items_for_chunk_list(key, self._stored[key], [ChunkStorageMetadata(offsets, sizes)])
-        return self._load(key, LoadPlan(items), target).reshape(-1)  # type: ignore[no-any-return]
-
-    def _load(self, key: str, plan: LoadPlan, target: Any) -> Any:
-        into = ReadOne(target)
+    def _load(self, what: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Load tensors in place, and objects, by their keys. Each rank loads on its own."""
         try:
-            self._reader.read_data(plan, into).wait()
-        except Exception as error:
-            raise CheckpointError(f"{key} in {self._folder} cannot be read: {type(error).__name__}: {error}") from error
-        return into.target
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+        except CheckpointException as error:
+            ((reason, _),) = error.failures.values()
+            if isinstance(reason, InfinityError) or not isinstance(reason, Exception):
+                raise reason from None
+            raise self._cannot_read(what, reason) from reason
+        return state
+
+    def _cannot_read(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{what} in {self._folder} cannot be read: {type(error).__name__}: {error}")
+
+
+class _Planner(DefaultLoadPlanner):
+    """Load plan for a flat state dict, or for `target`, a slice of one tensor. Objects are loaded without pickle."""
+
+    def __init__(self, target: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self._target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target if self._target is not None else super().lookup_tensor(index)  # type: ignore[no-any-return]
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _name(member: Member) -> str:

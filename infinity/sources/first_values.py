@@ -68,6 +68,21 @@ class FirstValues:
         """
         return None
 
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+        """Load optimizer state through the `load_state_dict` of the optimizer that `infinity.offload` returns.
+
+        Args:
+            model: offloaded model.
+            optimizer: optimizer that `infinity.offload` returns.
+
+        Returns:
+            Number of completed steps, or None if the source has no such state.
+
+        Raises:
+            ConfigError, CheckpointError: if the state does not match the optimizer, or cannot be read.
+        """
+        return None
+
 
 class OwnValues(FirstValues):
     """Source of the values that the model already has in memory."""

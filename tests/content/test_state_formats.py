@@ -12,7 +12,7 @@ import infinity
 from infinity.content.encoding import decode, encode
 from infinity.content.format import FORMATS, SHARD_ALIGNMENT, StateFormat
 from infinity.errors import ConfigError
-from infinity.formats.dcp import DcpExport
+from infinity.formats.dcp import export_dcp
 from support import models
 from support.ranks import RankPool
 from support.resharding import all_tensors, newest_checkpoint, resume_and_train, train_and_save, unequal_names
@@ -287,7 +287,7 @@ def test_exports_of_encoded_states_are_decoded(name: str, tmp_path: Path) -> Non
             assert full.dtype == reader.dtype(index, section) == torch.float32
             assert torch.equal(full.reshape(-1), expected[spec.names[0]][section])
             assert torch.equal(reader.read(index, section, rows=(1, spec.shape[0])), full[1:])
-    DcpExport(reader).write(tmp_path / "dcp", file_bytes=MIB)
+    export_dcp(reader, tmp_path / "dcp")
     weights = tmp_path / "dcp"
     model = models.build("toy", meta=True)
     host = {"memory": {"host_bytes": 64 * MIB, "page_bytes": 64 * KIB}}

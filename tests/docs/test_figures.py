@@ -215,14 +215,13 @@ def test_gpu_figures_match_the_results() -> None:
     """Check both tables, the bitwise equality of the losses, and the bytes."""
     page, found = (ROOT / "docs" / "how-to" / "gpu.md").read_text(), stored("gpu")
     assert [row for row in page.splitlines() if re.match(r"\| `(fsdp|infinity)_\w+` \| \d", row)] == gpu_rows()
-    titles = {
-        "16,384, 8 MiB (default)": "gpu", "16,384, 64 MiB": "gpu-64mib-pages", "2,048, 64 MiB": "gpu-2048-tokens"
-    }  # fmt: skip
+    titles = {"412M, 16,384": "gpu", "412M, 2,048": "gpu-2048-tokens", "2.0B, 16,384": "gpu-2b"}
     for title, name in titles.items():
         memory, host = (stored(name)["variants"][variant] for variant in ("fsdp_memory", "infinity_host"))
         cells = [memory["step_seconds"], host["step_seconds"]]
         seconds = " | ".join(f"{cell['median']:.3f}" for cell in cells)
-        assert f"| {title} | {seconds} | {host['over_in_memory']['median']:.2f} |" in page
+        figures = f"{host['over_in_memory']['median']:.2f} | {host['tflops']['median']:.0f}"
+        assert f"| {title} | {seconds} | {figures} |" in page
         assert stored(name)["losses"]["by_update_device"]["cuda"]["equal"]
     assert found["losses"]["by_update_device"]["cuda"]["variants"] == list(found["variants"])
     assert f"in all {found['losses']['steps']} steps" in " ".join(page.split())

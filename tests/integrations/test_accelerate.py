@@ -329,8 +329,6 @@ def test_save_model_and_get_state_dict(tmp_path: Path, monkeypatch: pytest.Monke
                 acc.save_model(nn.Linear(1, 1), tmp_path / "other")
             with pytest.raises(UnsupportedError, match="safe_serialization=False"):
                 acc.save_model(model, tmp_path / "other", safe_serialization=False)
-            with pytest.raises(UnsupportedError, match=r"optimizer\.save_dcp\(folder\)"):
-                parts[1].state_dict()
             assert isinstance(optimizer, infinity.PagedOptimizer)
     loaded = type(bare()).from_pretrained(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1

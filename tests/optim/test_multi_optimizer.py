@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, InfinityError, UnsupportedError
-from infinity.formats.dcp import DcpExport
+from infinity.formats.dcp import export_dcp
 from infinity.store.folder import RunFolder
 from support import models
 from support.optimizers import Pictures, SettingOnSelf, build
@@ -187,7 +187,7 @@ def test_run_starts_from_a_dcp_export_of_two_optimizers(tmp_path: Path) -> None:
         optimizer.save_checkpoint()
         expected = full_state(model, optimizer)
         folder = optimizer.run.folder
-    DcpExport(CheckpointReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
+    export_dcp(CheckpointReader(RunFolder(folder.run_id, folder.roots)), tmp_path / "dcp")
     (tmp_path / "again").mkdir()
     with torch.device("meta"):
         empty = Pictures()

@@ -15,13 +15,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError, UnsupportedError
-from infinity.formats.dcp import DcpExport
+from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
 from infinity.formats.safetensors import export_safetensors
 from infinity.fsdp.shard_io import ShardIO
 from infinity.io import Op
@@ -46,7 +45,6 @@ from support.train import (
 
 HALF, FULL = 2, 4
 FILE = 64 * KIB
-NOTE = {"epoch": 1, "rates": (0.5, {"b": 2, "a": 1})}
 RECIPES = {
     "in_forward": (Recipe(model="llama", clip=0.5, steps=FULL), Paging(host_cache="least")),
     "in_backward": (Recipe(model="tied", policy="fp32", steps=FULL), Paging(host_cache="middle")),
@@ -63,8 +61,8 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder, except DCP metadata, which contains the name of the folder."""
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".metadata"}
+    """Return the files of a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @functools.cache
@@ -87,16 +85,14 @@ def compare(name: str, folder: str) -> list[str]:
         run, random = optimizer.run, torch.get_rng_state()
         before = run.planner.plan, run.stats.snapshot().value("plan_divergences_total")
         files = optimizer.save_pretrained(root / "live", file_bytes=FILE)
-        files += optimizer.save_dcp(root / "live-dcp", extra=NOTE, file_bytes=FILE)
         wrong += [f"{file} does not exist" for file in files if not file.is_file()]
         wrong += [] if torch.equal(random, torch.get_rng_state()) else ["random numbers were drawn"]
-        optimizer.save_checkpoint(NOTE)
+        optimizer.save_checkpoint()
         if dist.get_rank() == 0:
             export_safetensors(CheckpointReader(run.folder), root / "export", file_bytes=FILE)
-            DcpExport(CheckpointReader(run.folder)).write(root / "export-dcp", file_bytes=FILE)
-            pairs = [(contents(root / f"live{kind}"), contents(root / f"export{kind}")) for kind in ("", "-dcp")]
-            wrong += [f"{live.keys()} differ from {export.keys()}" for live, export in pairs if live != export]
-            wrong += ["only one file was written"] if min(len(live) for live, _ in pairs) < 2 else []
+            live, export = contents(root / "live"), contents(root / "export")
+            wrong += [] if live == export else [f"{live.keys()} differ from {export.keys()}"]
+            wrong += ["only one file was written"] if len(live) < 2 else []
         train(recipe, model, optimizer, found, first=HALF)
         after = run.planner.plan, run.stats.snapshot().value("plan_divergences_total")
         wrong += [] if before == after and before[0] is not None else [f"plan changed from {before} to {after}"]
@@ -143,7 +139,6 @@ def test_live_save_contains_buffers_that_share_memory(tmp_path: Path) -> None:
     model[1].register_buffer("column", mask[:, 2])
     with families.offload(fully_shard(model, mesh=infinity.mesh()), tmp_path) as optimizer:
         optimizer.save_pretrained(tmp_path / "live")
-        optimizer.save_dcp(tmp_path / "live-dcp")
         optimizer.save_checkpoint()
         export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "export", file_bytes=FILE)
     assert contents(tmp_path / "live") == contents(tmp_path / "export")
@@ -160,23 +155,20 @@ def test_invalid_save_calls_are_rejected(tmp_path: Path) -> None:
         train(recipe, model, optimizer, Outcome())
         loss = models.loss_of(model, torch.zeros(1, 8, dtype=torch.long))
         loss.backward()
-        for name in ("save_pretrained", "save_dcp"):
-            with pytest.raises(InfinityError, match=rf"{name}\(\) .*between backward and step\(\).*call it after step"):
-                getattr(optimizer, name)(tmp_path / "out")
+        with pytest.raises(InfinityError, match=r"save_pretrained\(\) .*between backward.*call it after step"):
+            optimizer.save_pretrained(tmp_path / "out")
         optimizer.step()
         (tmp_path / "full" / "file").mkdir(parents=True)
         with pytest.raises(ConfigError, match="full is not empty"):
             optimizer.save_pretrained(tmp_path / "full")
         with pytest.raises(ConfigError, match=r"file_bytes = '1 lot'"):
-            optimizer.save_dcp(tmp_path / "out", file_bytes="1 lot")
+            optimizer.save_pretrained(tmp_path / "out", file_bytes="1 lot")
         with pytest.raises(ConfigError, match="file_bytes 0 is"):
             optimizer.save_pretrained(tmp_path / "out", file_bytes=0)
         with pytest.raises(ConfigError, match=r"companions .*nowhere' is not a folder"):
             optimizer.save_pretrained(tmp_path / "out", companions=tmp_path / "nowhere")
-        with pytest.raises(CheckpointError, match=r"extra\['a'\] .*\bobject\b"):
-            optimizer.save_dcp(tmp_path / "out", extra={"a": object()})
         assert not (tmp_path / "out").exists()
-        optimizer.save_dcp(tmp_path / "out")
+        optimizer.save_pretrained(tmp_path / "out")
 
 
 def save_with_exchange_failure(folder: str, failing: int) -> list[str]:
@@ -214,7 +206,7 @@ def test_failed_exchange_of_slices_is_raised_on_both_ranks(failing: int, pair: R
 def save_to_full_drive(folder: str) -> list[Any]:
     """Save to a full drive, then to one with free space, and continue training. Runs on every rank."""
     recipe, root, found = Recipe(model="toy", clip=0.5, steps=FULL), Path(folder), Outcome()
-    said = []
+    said = ""
     with offloaded(recipe, Paging(host_cache="least"), root) as (model, optimizer):
         train(with_steps(recipe, HALF), model, optimizer, found)
         original = os.fsync
@@ -226,30 +218,26 @@ def save_to_full_drive(folder: str) -> list[Any]:
 
         os.fsync = no_space
         try:
-            for name in ("save_pretrained", "save_dcp"):
-                try:
-                    getattr(optimizer, name)(root / "out")
-                except InfinityError as error:
-                    said.append(f"{type(error).__name__}: {error}")
+            optimizer.save_pretrained(root / "out")
+        except InfinityError as error:
+            said = f"{type(error).__name__}: {error}"
         finally:
             os.fsync = original
-        said.append(any("out" in entry.name for entry in root.iterdir()))
+        remains = any("out" in entry.name for entry in root.iterdir())
         dist.barrier()
-        optimizer.save_dcp(root / "out")
+        optimizer.save_pretrained(root / "out")
         train(recipe, model, optimizer, found, first=HALF)
         found.state = state_on_nvme(model, optimizer)
-    return [*said, *differences(undisturbed(recipe), found)]
+    return [said, remains, *differences(undisturbed(recipe), found)]
 
 
 def test_full_drive_fails_the_save_on_all_ranks(pair: RankPool, tmp_path: Path) -> None:
     """Partial files are removed, and training continues."""
     ours, theirs = pair.run(save_to_full_drive, str(tmp_path))
-    for said in ours[:2]:
-        assert said.startswith("ConfigError")
-        assert "No space left on device" in said
-    for name, said in zip(("save_pretrained", "save_dcp"), theirs[:2], strict=True):
-        assert said.startswith(f"InfinityError: {name} failed on rank 0: ConfigError: ")
-    assert ours[2:] == theirs[2:] == [False]
+    assert ours[0].startswith("ConfigError")
+    assert "No space left on device" in ours[0]
+    assert theirs[0].startswith("InfinityError: save_pretrained failed on rank 0: ConfigError: ")
+    assert ours[1:] == theirs[1:] == [False]
 
 
 def save_with_failing_read(folder: str) -> str:
@@ -300,11 +288,10 @@ def test_save_memory_is_limited_to_one_file(tmp_path: Path, monkeypatch: pytest.
         total = sum(param.nbytes for param in model.parameters())
         optimizer._reader._shards._load_limit = largest // 2
         gc.collect()
-        for name in ("save_pretrained", "save_dcp"):
-            with monkeypatch.context() as patch:
-                alive = PeakReadBytes(patch)
-                getattr(optimizer, name)(tmp_path / name, file_bytes=largest)
-            assert largest <= alive.most <= 3 * largest < total, name
+        with monkeypatch.context() as patch:
+            alive = PeakReadBytes(patch)
+            optimizer.save_pretrained(tmp_path / "out", file_bytes=largest)
+        assert largest <= alive.most <= 3 * largest < total
 
 
 def test_common_save_calls_stream_or_name_the_alternative(tmp_path: Path) -> None:
@@ -322,16 +309,13 @@ def test_common_save_calls_stream_or_name_the_alternative(tmp_path: Path) -> Non
             dcp.load({"model": found}, checkpoint_id=tmp_path / name)
             assert all(torch.equal(found[key], value) for key, value in expected.items())
             del state
-        ours = r"optimizer\.save_pretrained\(folder\), optimizer\.save_dcp\(folder\)"
+        ours = r"torch\.distributed\.checkpoint\.save \(dcp\.save\), optimizer\.save_pretrained"
         with pytest.raises(UnsupportedError, match=ours):
             torch.save(model.state_dict(), tmp_path / "large.pt")
         with pytest.raises(UnsupportedError, match=ours):
             model.save_pretrained(tmp_path / "transformers")
         with pytest.raises(UnsupportedError, match=ours):
             dcp.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "async")
-        for ask in (optimizer.state_dict, lambda: get_optimizer_state_dict(model, optimizer)):
-            with pytest.raises(UnsupportedError, match=r"optimizer\.save_dcp\(folder\) for torch\.distributed"):
-                ask()
     loaded = torch.load(tmp_path / "small.pt", weights_only=False)
     assert all(torch.equal(loaded[key].full_tensor(), value) for key, value in expected.items())
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.formats.dcp import DcpExport
+from infinity.formats.dcp import export_dcp
 from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
@@ -52,4 +52,4 @@ if __name__ == "__main__":
     (run,) = (found.run_id for found in look_for_runs([nvme])[0])
     reader = CheckpointReader(RunFolder(run, (nvme / run,)))
     export_safetensors(reader, place / "weights", file_bytes=1 << 20)
-    DcpExport(reader).write(place / "dcp", file_bytes=1 << 20, advance=lambda _: None)
+    export_dcp(reader, place / "dcp")

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
 import infinity.heap
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.formats.dcp import DcpExport
+from infinity.formats.dcp import export_dcp
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 
@@ -59,10 +61,10 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
 
 
 def export(folder: Path) -> None:
-    """Export the newest checkpoint to files that contain one parameter each."""
+    """Export the newest checkpoint."""
     run_id = look_for_runs([folder])[0][-1].run_id
     reader = CheckpointReader(RunFolder(run_id, (folder / run_id,)))
-    DcpExport(reader).write(folder / "dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
+    export_dcp(reader, folder / "dcp")
 
 
 def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
@@ -95,7 +97,9 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
         optimizer.save_checkpoint()
     if mode == "save":
         optimizer.save_pretrained(folder / "saved", file_bytes=4 * WIDTH * 2 * WIDTH)
-        optimizer.save_dcp(folder / "saved-dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
+        weights, state = get_state_dict(model, optimizer)
+        writer = dcp.FileSystemWriter(folder / "saved-dcp", single_file_per_rank=False)
+        dcp.save({"model": weights, "optim": state}, storage_writer=writer)
     if mode != "memory":
         optimizer.close()
     return losses

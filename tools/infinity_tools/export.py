@@ -36,8 +36,11 @@ def export(
         str, typer.Option(help="Dtype of the safetensors weights: trained (as in training), fp32, bf16 or fp16.")
     ] = "trained",
     file_size: Annotated[
-        str, typer.Option(help="Maximum size of a file, which is also the amount of memory used.")
-    ] = "1GiB",
+        str,
+        typer.Option(
+            help="Maximum size of a safetensors file, which is also the amount of memory used. [default: 1GiB]"
+        ),
+    ] = "",
     model_config: Annotated[
         Path | None,
         typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]"),
@@ -63,22 +66,23 @@ def export(
             raise ConfigError(f"--to {to!r} is not one of safetensors, dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-        if to == "dcp" and (dtype != "trained" or model_config is not None or companions is not None):
+        if to == "dcp" and (dtype != "trained" or file_size or model_config is not None or companions is not None):
             raise ConfigError(
-                "--dtype, --model-config and --companions require --to safetensors; dcp exports the state as trained"
+                "--dtype, --file-size, --model-config and --companions require --to safetensors; dcp exports the state "
+                "as trained, with one file per tensor"
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.reader import CheckpointReader
         from infinity.content.views import torch_dtype
         from infinity.formats.adapters import ADAPTER_CONFIG
-        from infinity.formats.dcp import DcpExport
-        from infinity.formats.safetensors import export_bytes, export_safetensors
+        from infinity.formats.dcp import dcp_bytes, export_dcp
+        from infinity.formats.safetensors import FILE_BYTES, export_bytes, export_safetensors
         from infinity.formats.safetensors import file_size as size_of_file
         from infinity.store.marker import passed_over
         from infinity_tools.stored_runs import stored_runs
 
-        file_bytes = size_of_file(file_size, name="--file-size")
+        file_bytes = size_of_file(file_size or FILE_BYTES, name="--file-size")
         passed: dict[Path, str] = {}
         runs = {found.run_id: found for found in stored_runs(paths, passed)}
         checkpointed = [found.run_id for found in runs.values() if found.checkpoints]
@@ -95,15 +99,21 @@ def export(
         console = Console(highlight=False)
         write: Callable[..., list[Path]]
         if to == "dcp":
-            export_dcp = DcpExport(reader)
-            total, write = export_dcp.nbytes, export_dcp.write
+            total, write = dcp_bytes(reader), partial(export_dcp, reader)
         else:
             chosen_dtype = torch_dtype(name) if name else None
             total = export_bytes(reader, chosen_dtype)
-            write = partial(export_safetensors, reader, config=config, companions=companions, dtype=chosen_dtype)
+            write = partial(
+                export_safetensors,
+                reader,
+                config=config,
+                companions=companions,
+                dtype=chosen_dtype,
+                file_bytes=file_bytes,
+            )
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             task = bar.add_task("", total=total)
-            written = write(out, file_bytes=file_bytes, advance=lambda nbytes: bar.advance(task, nbytes))
+            written = write(out, advance=lambda nbytes: bar.advance(task, nbytes))
         if json:
             facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
