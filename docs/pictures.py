@@ -1,7 +1,7 @@
-"""Pictures of commands in a terminal for the documentation: docs/images/command-*.png. Run with `make docs-pictures`.
+"""Pictures of commands and of the dashboard for the documentation: docs/images/*.png. Run with `make docs-pictures`.
 
 Each command runs with colors, as in a terminal. rich renders the output as SVG, and chromium, which must be installed
-(Debian package `chromium`), converts it to PNG.
+(Debian package `chromium`), converts it to PNG. `top` and the dashboard (`page`) show a run of two ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -42,6 +45,14 @@ COMMANDS = {
     "tune": "tune --model tiny --nvme nvme --host-memory 2MiB --batch-tokens 512 --seq 128 --minutes 1 --out tuned",
     "top": "top --once --interval 2",
 }
+TRAIN = (
+    "train --model llama-100m --dtype fp32 --steps 1000 --host-memory 128MiB --nproc 2 --nvme nvme --keep never "
+    "--out run --metrics-port 0"
+)
+SECONDS = 90  # until the run has taken some steps
+PORT = 9479
+PAGES = {"light": (1240, 1434, 1.0), "dark": (1240, 1434, 1.0), "phone": (360, 800, 2.0)}
+"""Width, height and scale of each picture of the dashboard."""
 _SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"><style>
 text {{ font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px; }}
 {styles}</style><defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}"
@@ -50,9 +61,14 @@ clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}<g class="{unique_id}-m
 """Template of rich, without the fonts that it would download."""
 
 
+def surroundings(folder: Path) -> dict[str, str]:
+    """Return environment variables with which commands see only the runs of this program."""
+    return {**os.environ, "XDG_RUNTIME_DIR": str(folder / "runtime")}
+
+
 def run(words: str, folder: Path) -> str:
     """Return the output of a command, with colors."""
-    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    environment = {**surroundings(folder), "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "infinity_tools", *words.split()],
         capture_output=True,
@@ -90,27 +106,54 @@ def photograph(title: str, text: str, file: Path) -> None:
         )
 
 
+@contextmanager
+def background(module: str, words: str, folder: Path) -> Iterator[None]:
+    """Run a command in the background."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", module, *words.split()],
+        cwd=folder, env=surroundings(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def photograph_page(folder: Path) -> None:
+    """Write pictures of the dashboard."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from support.browser import browser
+
+    with browser(folder / "browser") as tab:
+        tab.open(f"http://127.0.0.1:{PORT}/")
+        tab.until("document.querySelector('#drives article') && document.querySelector('#runs article')")
+        for name, (width, height, scale) in PAGES.items():
+            tab.emulate(width=width, height=height, scale=scale, dark=name == "dark")
+            time.sleep(2)  # until the curves are drawn again
+            (IMAGES / f"page-{name}.png").write_bytes(tab.screenshot())
+
+
 def main() -> None:
-    """Write the pictures of the commands given as arguments, or of all commands."""
-    with tempfile.TemporaryDirectory(prefix="infinity-") as place:
+    """Write the pictures named by the arguments (commands, or `page`), or all pictures."""
+    names = sys.argv[1:] or [*COMMANDS, "page"]
+    with tempfile.TemporaryDirectory(prefix="infinity-") as place, ExitStack() as running:
         folder = Path(place)
         (folder / "nvme").mkdir()
+        (folder / "runtime").mkdir(mode=0o700)
         (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
-        training = None
-        for name in sys.argv[1:] or COMMANDS:
-            if name == "top":
-                line = "train --model llama-100m --steps 100 --host-memory 256MiB --nvme nvme --keep never --out run"
-                training = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "infinity_tools", *line.split()],
-                    cwd=folder,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-                subprocess.run(["sleep", "25"], check=True)  # until the run has taken some steps
-            photograph(f"infinity {name}", run(COMMANDS[name], folder), IMAGES / f"command-{name}.png")
-        if training is not None:
-            training.kill()
-            training.wait()
+        if {"top", "page"} & set(names):
+            running.enter_context(background("infinity_daemon", f"--port {PORT}", folder))
+            running.enter_context(background("infinity_tools", TRAIN, folder))
+            time.sleep(SECONDS)
+            if "page" in names:
+                photograph_page(folder)
+            if "top" in names:
+                photograph("infinity top", run(COMMANDS["top"], folder), IMAGES / "command-top.png")
+            running.close()
+        for name in names:
+            if name not in ("top", "page"):
+                photograph(f"infinity {name}", run(COMMANDS[name], folder), IMAGES / f"command-{name}.png")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from infinity import torch_private
-from infinity.checkpoint.module_state import assign, packed_state
+from infinity.checkpoint.module_state import ExtraState, assign, packed_state
 from infinity.errors import CheckpointError, UnsupportedError
 
 _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
@@ -34,12 +34,13 @@ class ResumedState:
     modules: dict[str, Any] | None = None
 
 
-def save_tensors(model: nn.Module, outermost: nn.Module) -> bytes:
+def save_tensors(model: nn.Module, outermost: nn.Module, ignored: ExtraState) -> bytes:
     """Return the state of modules and of the random generators of torch and NumPy as safetensors data.
 
     Args:
         model: Sharded model, whose buffers are saved.
         outermost: Module that contains `model`, or `model` itself. See `module_state`.
+        ignored: Optimizer state of the parameters that `fully_shard` ignores.
     """
     tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in _named_buffers(model)}
     tensors[_TORCH] = torch.get_rng_state()
@@ -48,12 +49,15 @@ def save_tensors(model: nn.Module, outermost: nn.Module) -> bytes:
             tensors[f"{_CUDA}{index}"] = state
     tensors[_NUMPY] = torch.from_numpy(_numpy_state()[1].astype(np.int64))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    return bytes(save(tensors | packed_state(outermost, model)))
+    return bytes(save(tensors | packed_state(outermost, model, ignored)))
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all buffers. As in `state_dict`, a buffer that modules share is yielded under each of its names."""
-    return model.named_buffers(remove_duplicate=False)
+    """Yield all buffers, and the parameters that `fully_shard` ignores, which are stored like persistent buffers.
+
+    As in `state_dict`, a buffer that modules share is yielded under each of its names.
+    """
+    return iter(torch_private.tensors_in_memory(model).items())
 
 
 def check_buffers(model: nn.Module) -> None:

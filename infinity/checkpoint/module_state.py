@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,24 +21,37 @@ from infinity import torch_private
 from infinity.errors import CheckpointError, UnsupportedError
 
 _PREFIX = "state."
+IGNORED = "optimizer state of ignored_params"
+"""Key of the optimizer state of the parameters that `fully_shard` ignores."""
 _REMEDY = "To train without checkpoints, set run.retained_checkpoints = 0."
 
 
 def assign(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a saved value into a buffer. Elements that share memory, as after `expand`, are written once."""
-    with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():  # the first enables gradients
         for dim in range(buffer.dim()):
             if buffer.stride(dim) == 0 and buffer.shape[dim] > 1:
                 buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
         buffer.copy_(value)
 
 
-def check_state_dict(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
+class ExtraState(Protocol):
+    """Object that saves and restores its state like a module."""
+
+    def get_extra_state(self) -> Any:
+        """Return the state; None if there is nothing to save."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore the state."""
+
+
+def check_state_dict(outermost: nn.Module, model: nn.Module, ignored: ExtraState) -> dict[str, torch.Tensor]:
     """Check, before a run starts, that checkpoints contain everything that `outermost.state_dict()` returns.
 
     Args:
         outermost: Module that contains `model`, or `model` itself.
         model: Sharded model.
+        ignored: See `packed_state`.
 
     Returns:
         The result of `packed_state`.
@@ -52,7 +65,7 @@ def check_state_dict(outermost: nn.Module, model: nn.Module) -> dict[str, torch.
                 f"{type(module).__name__} defines get_extra_state but not set_extra_state, so {key} could not be "
                 f"restored from a checkpoint. Define both. {_REMEDY}"
             )
-    packed = packed_state(outermost, model)
+    packed = packed_state(outermost, model, ignored)
     for key, value in packed.items():
         try:
             _unpacked(key, value)
@@ -78,11 +91,19 @@ def check_state_dict(outermost: nn.Module, model: nn.Module) -> dict[str, torch.
     return packed
 
 
-def packed_state(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the entries as tensors for a state file: one tensor of bytes per entry, as written by `torch.save`."""
+def packed_state(outermost: nn.Module, model: nn.Module, ignored: ExtraState) -> dict[str, torch.Tensor]:
+    """Return the entries as tensors for a state file: one tensor of bytes per entry, as written by `torch.save`.
+
+    Args:
+        outermost: Module that contains `model`, or `model` itself.
+        model: Sharded model.
+        ignored: Optimizer state of the parameters that `fully_shard` ignores. It is one of the entries.
+    """
     packed = {}
     values: dict[str, Any] = {key: buffer.detach().clone() for key, buffer in _outer_buffers(outermost, model).items()}
     values.update((key, module.get_extra_state()) for key, module in torch_private.modules_with_extra_state(outermost))
+    if (state := ignored.get_extra_state()) is not None:
+        values[IGNORED] = state
     for key, value in values.items():
         content = io.BytesIO()
         try:
@@ -106,7 +127,7 @@ def saved_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module) -> None:
+def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module, ignored: ExtraState) -> None:
     """Restore the result of `saved_state`.
 
     Raises:
@@ -117,6 +138,8 @@ def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module)
         key: partial(assign, buffer) for key, buffer in _outer_buffers(outermost, model).items()
     }
     setters |= {key: module.set_extra_state for key, module in torch_private.modules_with_extra_state(outermost)}
+    if ignored.get_extra_state() is not None:
+        setters[IGNORED] = ignored.set_extra_state
     if different := sorted(setters.keys() ^ saved.keys()):
         where = "the checkpoint" if different[0] in saved else "the model"
         raise CheckpointError(
@@ -133,8 +156,8 @@ def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module)
 
 def _outer_buffers(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers of modules around the model, by name."""
-    inside = {id(buffer) for buffer in model.buffers()}
-    found = dict(outermost.named_buffers(remove_duplicate=False))
+    inside = {id(tensor) for tensor in torch_private.tensors_in_memory(model).values()}
+    found = torch_private.tensors_in_memory(outermost)
     return {name: found[name] for name in torch_private.persistent_buffers(outermost) if id(found[name]) not in inside}
 
 

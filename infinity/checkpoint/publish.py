@@ -33,7 +33,7 @@ from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.model_state import ResumedState
-from infinity.checkpoint.module_state import load_state, saved_state
+from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
 from infinity.checkpoint.reserved_space import CheckpointSpace
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -116,6 +116,7 @@ class CheckpointWriter:
         step: int,
         model: nn.Module,
         outermost: nn.Module,
+        ignored: ExtraState,
         scalars: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
@@ -128,6 +129,7 @@ class CheckpointWriter:
             step: Number of completed optimizer steps.
             model: Sharded model.
             outermost: Module that contains `model`, or `model` itself.
+            ignored: Optimizer state of the parameters that `fully_shard` ignores.
             scalars: Scalar optimizer states, by shard index.
             groups: Parameter groups of the optimizer.
             extra: User data to save with the checkpoint.
@@ -152,11 +154,11 @@ class CheckpointWriter:
 
         def write() -> None:
             model_state.check_persistent(model, self._described.buffers)
-            data = model_state.save_tensors(model, outermost)
+            data = model_state.save_tensors(model, outermost, ignored)
             if not self._read_back:
                 # A value that cannot be restored would otherwise be noticed only when the run resumes.
                 model_state.load_buffers(data, model, self._described.buffers)
-                load_state(saved_state(model_state.load_tensors(data)), outermost, model)
+                load_state(saved_state(model_state.load_tensors(data)), outermost, model, ignored)
                 self._read_back = True
             manifest = Manifest(
                 run_id=self._folder.run_id,

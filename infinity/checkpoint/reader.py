@@ -6,7 +6,7 @@ It needs no model, process group or GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.model_state import load_scalars, load_tensors, read_groups, saved_buffer
+from infinity.checkpoint.module_state import IGNORED, saved_state
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CheckpointError
@@ -188,6 +189,18 @@ class CheckpointReader(FullState):
             tensors = load_tensors(data)
             found = [(name, saved_buffer(tensors, name)) for name in names]
         yield from found
+
+    def ignored_states(self) -> Mapping[str, tuple[int, dict[str, Any]]]:
+        """Return the param group and the optimizer state of each parameter that `fully_shard` ignores, by name.
+
+        Raises:
+            CheckpointError: if the state file is missing or does not match its checksum.
+        """
+        manifest = self._manifests[0]
+        data = files.read_state_file(self._folder.checkpoints, manifest)
+        with files.using(self._folder.checkpoints / manifest.state_file):
+            found: Mapping[str, Any] = saved_state(load_tensors(data)).get(IGNORED, {})
+        return found
 
 
 def _whole(described: RunDescription) -> tuple[Any, ...]:

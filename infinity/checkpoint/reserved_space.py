@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.checkpoint.description import RunDescription
 from infinity.content.format import Role
 from infinity.store.folder import reserve
@@ -48,8 +49,8 @@ def checkpoint_bytes(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     pages = sum(page.role is not Role.GRAD for page in layout.pages)
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
-    buffers = model.named_buffers(remove_duplicate=False)  # a shared buffer is saved under each of its names
-    state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
+    buffers = torch_private.tensors_in_memory(model).values()  # a shared buffer is saved under each of its names
+    state = sum(buffer.nbytes + _BUFFER for buffer in buffers)
     state += sum(packed.nbytes + _BUFFER for packed in module_state.values())
     return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks and directory entries
 

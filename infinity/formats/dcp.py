@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_leaves
 
 from infinity import torch_private
@@ -81,6 +82,9 @@ def _state_dict(reader: CheckpointReader, advance: Callable[[int], None] = lambd
             if known is not None:
                 state[names[index][0]] = {kind: stored(index, kind, updated=index in scalars) for kind in kinds} | known
         group["params"] = [names[index][0] for index in group["params"]]
+    for name, (number, own) in reader.ignored_states().items():
+        groups[number]["params"].append(torch_private.unwrapped_name(name))
+        state |= {torch_private.unwrapped_name(name): own} if own else {}
     return {"model": model, "optim": {"state": state, "param_groups": groups}}
 
 
@@ -128,11 +132,11 @@ def export_dcp(
     """
     with NewFolder(folder, dcp_bytes(reader)) as partial:
         # With one file for all tensors, the writer would keep them in memory until the file is complete.
-        writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, sync_files=False)
+        writer = FileSystemWriter(partial, single_file_per_rank=False, sync_files=False)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.save(_state_dict(reader, advance), storage_writer=writer, no_dist=True)
+                save(_state_dict(reader, advance), storage_writer=writer, no_dist=True)
             for file in partial.glob("*.distcp"):
                 sync_file(file)
                 if _is_damaged(file):

@@ -17,6 +17,7 @@ from torch import nn
 from infinity import torch_private
 from infinity.errors import UnsupportedError
 from infinity.fsdp.paged_tensor import PagedTensor
+from infinity.fsdp.unattached_trainer import ADVICE, running_trainer
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,10 +59,15 @@ class _Apply:
                 torch_private.reshard(fsdp_module)
         for param in _parameters(modules):
             if _is_paged(param) and (change := _change(function, param)):
-                raise UnsupportedError(
-                    f"the weights of this {type(self._module).__name__} are on NVMe, and this call would {change}; "
+                advice = (
                     "convert the model before infinity.offload, set the compute dtype with MixedPrecisionPolicy, or "
                     "export a checkpoint and convert it"
+                    if running_trainer() is None
+                    else f"to train it with a transformers Trainer, {ADVICE}"
+                )
+                raise UnsupportedError(
+                    f"the weights of this {type(self._module).__name__} are on NVMe, and this call would {change}; "
+                    f"{advice}"
                 )
         for module in modules:
             if any(map(_is_paged, _parameters([module]))):

@@ -100,8 +100,8 @@ class WithoutMemory(torch.Tensor):
         raise UnsupportedError(self.no_memory_message())
 
     def untyped_storage(self) -> Any:
-        """Return a storage stand-in of size 0. Its other attributes raise `UnsupportedError`."""
-        return _NoStorage(self.no_memory_message())
+        """Return a storage stand-in whose size matches the elements. Other attributes raise `UnsupportedError`."""
+        return _NoStorage(self.nbytes, self.no_memory_message())
 
     def data_ptr(self) -> int:
         """Raise `UnsupportedError`.
@@ -122,15 +122,16 @@ _DATA: Any = torch.Tensor.data
 class _NoStorage:
     """Storage stand-in for a tensor that has no memory.
 
-    `torch.distributed.checkpoint` clones a tensor if the size of its storage differs from the size of its elements.
-    The size 0 has this effect.
+    `torch.distributed.checkpoint` clones a tensor if the size of its storage differs from the size of its elements, and
+    keeps the clones of all tensors of a file until the file is complete. With equal sizes, it pickles the tensor
+    itself, and only one copy is in memory at a time.
     """
 
-    def __init__(self, no_memory_message: str) -> None:
-        self._message = no_memory_message
+    def __init__(self, nbytes: int, message: str) -> None:
+        self._nbytes, self._message = nbytes, message
 
     def size(self) -> int:
-        return 0
+        return self._nbytes
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(self._message)

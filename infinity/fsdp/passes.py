@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity import interrupts, torch_private
 from infinity.errors import InfinityError
+from infinity.fsdp.unattached_trainer import check_trainer
 
 RESUME = 'offload a new model with run.resume = "latest" to resume from the last checkpoint'
 """Advice for errors after which this run cannot continue."""
@@ -81,6 +82,8 @@ class Passes:
 
     def _begin_outermost(self, module: nn.Module) -> None:
         self.check()
+        if torch.is_grad_enabled():
+            check_trainer(self._model)
         with interrupts.held():
             torch_private.initialize_state(module)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
 from infinity.content.format import StateFormat
@@ -18,6 +19,7 @@ from infinity.errors import UnsupportedError
 from infinity.fsdp.shard import PagedShard
 from infinity.schedule.predicted_trace import expected_events
 from infinity.schedule.trace import Event
+from infinity.units import MIB, format_size
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class UpdateExtent:
         return "whole" if self.whole else "rows" if self.row > 1 else ""
 
 
+IGNORED_BYTES = 16 * MIB
+"""Maximum total size of the parameters that belong to no FSDP module."""
 _SHOWN = 3  # maximum number of names in a message
 _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
@@ -64,6 +68,8 @@ class ShardedModel:
     """Whether any parameter is on the meta device."""
     outermost: nn.Module
     """Module that contains the model, such as a LightningModule, or the model itself."""
+    ignored: Mapping[str, nn.Parameter]
+    """Parameters that belong to no FSDP module, by name: the `ignored_params` of `fully_shard`."""
     of_closed_run: bool = False
     """Whether the model was offloaded before and its run was closed, so that only a checkpoint has its values."""
 
@@ -121,8 +127,8 @@ class ShardedModel:
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in torch_private.fsdp_params(group))
             )
-        if names_of:
-            raise _outside(model, sorted(name for names in names_of.values() for name in names))
+        ignored = {names[0]: model.get_parameter(names[0]) for names in names_of.values()}
+        _check_ignored(model, ignored)
         paged = [
             local
             for fsdp_module in members
@@ -144,6 +150,7 @@ class ShardedModel:
             device=found[0][1].device,
             on_meta="meta" in devices,
             outermost=outermost or model,
+            ignored=ignored,
             of_closed_run=bool(paged),
         )
 
@@ -165,7 +172,9 @@ class ShardedModel:
         fsdp_modules = self.parameters()
         root = self.names[0] == torch_private.ROOT
         of_root = {id(param) for param in fsdp_modules[0]} if root else set()
-        before = itertools.takewhile(lambda param: id(param) in of_root, self.model.parameters())
+        of_model = {id(param) for fsdp_module in fsdp_modules for param in fsdp_module}
+        sharded = (param for param in self.model.parameters() if id(param) in of_model)
+        before = itertools.takewhile(lambda param: id(param) in of_root, sharded)
         return expected_events(
             [any(param.requires_grad for param in fsdp_module) for fsdp_module in fsdp_modules],
             root=root,
@@ -221,26 +230,38 @@ _UNQUANTISED = (
 )
 
 
-def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _check_ignored(model: nn.Module, ignored: Mapping[str, nn.Parameter]) -> None:
+    """Check that parameters that belong to no FSDP module can stay in memory.
+
+    Raises:
+        UnsupportedError: If they cannot. The message names them.
+    """
 
     def of_adapter(name: str) -> bool:
         parts = name.split(".")
         around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
         return any(hasattr(type(module), "adapter_layer_names") for module in around)
 
-    if all(map(of_adapter, names)):
-        return UnsupportedError(
+    adapters = sorted(filter(of_adapter, ignored))
+    names = adapters or sorted(ignored)
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    if adapters:
+        raise UnsupportedError(
             "these peft adapter parameters were added after fully_shard and do not belong to any FSDP module: "
             f"{shown}; pass the adapter configuration to infinity.from_pretrained or from_config (adapters=), or call "
             "get_peft_model before fully_shard (docs/how-to/lora.md)"
         )
-    if torch_private.is_sharded_module(model):
-        return UnsupportedError(
-            f"these parameters were passed to fully_shard as ignored_params or added after it: {shown}; add them "
-            "before, omit ignored_params, and give a parameter of shape () the shape (1,)"
+    if names and not torch_private.is_sharded_module(model):
+        raise UnsupportedError(
+            f"these parameters do not belong to any FSDP module: {shown}; call fully_shard(model) too"
         )
-    return UnsupportedError(f"these parameters do not belong to any FSDP module: {shown}; call fully_shard(model) too")
+    nbytes = sum(param.nbytes for param in ignored.values())
+    if nbytes > IGNORED_BYTES or any(isinstance(param, DTensor) for param in ignored.values()):
+        raise UnsupportedError(
+            f"these parameters were passed to fully_shard as ignored_params or added after it: {shown} "
+            f"({format_size(nbytes)}); they stay in memory and must be plain tensors of at most "
+            f"{format_size(IGNORED_BYTES)} together. Pass larger ones to fully_shard."
+        )
 
 
 def _reject_quantized_modules(model: nn.Module) -> None:

@@ -219,6 +219,7 @@ class _Served:
         self._accelerator, self._model, self._paged = accelerator, model, paged
         self._checkpoints = Checkpoints(paged, "call prepare(…, resume_from={})")
         self._save, self._load = accelerator.save_state, accelerator.load_state
+        self._save_other, self._state_of_other = accelerator.save_model, accelerator.get_state_dict
         self._settings, self._began = settings_of(paged), paged.steps
 
     def take_over(self) -> None:
@@ -254,14 +255,20 @@ class _Served:
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
         """Load the files that Accelerate saved in addition to weights and optimizer.
 
-        The run must have resumed from the checkpoint of this folder.
+        The run must have resumed from the checkpoint of this folder. With FSDP2, the folder may also have been saved
+        without infinity. In that case, Accelerate loads all of it, one tensor at a time.
 
         Raises:
             ConfigError: if `save_state` did not write the folder.
             CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message states
                 the fix.
         """
-        folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
+        folder = Path(input_dir if input_dir is not None else self._newest()).expanduser()
+        if self._accelerator.is_fsdp2 and not self._checkpoints.has_record(folder):
+            self._paged.check_between("load_state")
+            self._load(str(folder), load_kwargs, **named)
+            return
+        folder = self._checkpoints.check(folder)
         with self._apart():
             self._load(str(folder), load_kwargs, **named)
         if self._paged.steps == self._began:  # schedulers may have been constructed after `prepare`
@@ -279,25 +286,33 @@ class _Served:
         self,
         model: nn.Module,
         save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = FILE_BYTES,
+        max_shard_size: int | str | None = None,
         safe_serialization: bool = True,
-    ) -> list[Path]:
+    ) -> Any:
         """Write the weights in bounded memory, as `PagedOptimizer.save_pretrained` does, and replace earlier weights.
 
-        Raises the same exceptions as `save_pretrained`. In that case, the folder is unchanged.
+        Raises the same exceptions as `save_pretrained`. In that case, the folder is unchanged. A model that is kept in
+        memory is saved by Accelerate.
         """
+        if not self._is_offloaded(model):
+            size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            return self._save_other(model, save_directory, safe_serialization=safe_serialization, **size)
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False is not supported, because it pickles the whole model")
-        self._check_model(model)
-        return self._checkpoints.export(Path(save_directory).expanduser(), file_bytes=max_shard_size)
+        return self._checkpoints.export(
+            Path(save_directory).expanduser(), file_bytes=FILE_BYTES if max_shard_size is None else max_shard_size
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full weights on rank 0, and an empty dict on other ranks.
 
+        Accelerate itself returns the weights of a model that is kept in memory.
+
         Raises:
             UnsupportedError: if the weights are too large to gather in memory.
         """
-        self._check_model(model)
+        if not self._is_offloaded(model):
+            return dict(self._state_of_other(model, unwrap))
         nbytes = sum(param.numel() * param.itemsize for param in self._model.parameters())
         if nbytes > _GATHERED:
             raise UnsupportedError(
@@ -308,9 +323,14 @@ class _Served:
         found = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
-    def _check_model(self, model: nn.Module) -> None:
-        if self._accelerator.unwrap_model(model) is not self._accelerator.unwrap_model(self._model):
-            raise ConfigError(f"this {type(model).__name__} is not the prepared model")
+    def _is_offloaded(self, model: nn.Module) -> bool:
+        """Return whether a model is the offloaded one. Raises `ConfigError` if it is only a part of it."""
+        if self._accelerator.unwrap_model(model) is self._accelerator.unwrap_model(self._model):
+            return True
+        own = {id(param) for param in self._model.parameters()}
+        if any(id(param) in own for param in model.parameters()):
+            raise ConfigError(f"this {type(model).__name__} shares parameters with the prepared model; pass that model")
+        return False
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

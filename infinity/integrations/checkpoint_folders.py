@@ -213,6 +213,12 @@ class Checkpoints:
             f"{self._how.format(repr(str(folder)))}; to keep older folders usable, set run.retained_checkpoints"
         )
 
+    def has_record(self, folder: Path) -> bool:
+        """Return whether `save` wrote a folder. All ranks must call this method together."""
+        return self._paged.run.ranks.on_first(
+            "reading the checkpoint", lambda: any((place / RECORD).exists() for place in (folder, before(folder)))
+        )
+
     def _finish_rewrite(self, what: str, folder: Path) -> None:
         """Finish an interrupted rewrite of a folder: keep the version whose checkpoint exists."""
         ranks, settings = self._paged.run.ranks, self._paged.run.settings

@@ -217,14 +217,6 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
         self.settings = settings_of(self.paged)
         self.optimizers = [self.paged]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raise `UnsupportedError`, because the state is on NVMe."""
-        raise UnsupportedError("the state of the optimizers is on NVMe; use `NVMeCheckpointManager` to save it")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise `UnsupportedError`, because the state is on NVMe."""
-        self.state_dict()
-
 
 def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] | None:
     """Return the checkpoint to resume from. A collective call. Raises `ConfigError` or `CheckpointError`."""
@@ -274,12 +266,20 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._folder, self._optimizers = Path(base_folder, config.folder), optimizers
         self._kept = {LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader, **states}
         self._checkpoints = Checkpoints(optimizers.paged, "build the trainer with checkpoint.load_step for {}")
+        self._began = optimizers.paged.steps
 
     def _load(self, step: int = -1) -> bool:
-        """Load torchtitan's own data. The optimizers have already resumed. Raises `ConfigError`."""
-        if self._optimizers.resumed is None:
+        """Load torchtitan's own data. The optimizers have already resumed from the same step.
+
+        Raises:
+            ConfigError: if the folder or the file of this rank is missing.
+            CheckpointError: if the run is not at `step`.
+        """
+        resumed = self._optimizers.resumed
+        if step < 0 and resumed is None:
             return False
-        file = self._checkpoints.check(self._optimizers.resumed[0]) / self._name
+        folder = resumed[0] if step < 0 and resumed is not None else self._folder / f"step-{step}"
+        file = self._checkpoints.check(folder) / self._name
         try:
             kept = torch.load(file, weights_only=True)
         except FileNotFoundError:
@@ -290,7 +290,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         for name, state in self._kept.items():
             if name not in self._config.exclude_from_loading:
                 state.load_state_dict(kept[name])
-        if LR_SCHEDULER not in self._config.exclude_from_loading:
+        if LR_SCHEDULER not in self._config.exclude_from_loading and self._optimizers.paged.steps == self._began:
             # torchtitan constructs its schedulers after the optimizers
             restore_settings(self._optimizers.paged, self._optimizers.settings)
         return True

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -62,12 +63,7 @@ def shard(
     """
     # Read the name before fully_shard, which replaces the class of the model.
     name = type(model).__name__
-    scalars = [key for key, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise UnsupportedError(
-            f"{', '.join(scalars)} of {name} has shape (), which fully_shard does not support; choose an auto_class "
-            "without such parameters, or a model class of your own in which they have shape (1,)"
-        )
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # cannot be sharded
     if activation_checkpointing:
         _checkpoint_layers(model)
     candidates = _candidates(model)
@@ -84,7 +80,8 @@ def shard(
     # fully_shard replaces parameters, so the parameters of all modules are listed first.
     parameters = [(layer, list(layer.parameters())) for layer in layers]
     parameters.append((model, list(dict.fromkeys(_outside(model, set(layers), set())))))
-    for module, own in parameters:
+    for module, all_of_it in parameters:
+        own = [param for param in all_of_it if param not in scalars]
         fp32 = [param for param in own if param in kept]
         apart = 0 < len(fp32) < len(own)
         fully_shard(
@@ -92,12 +89,30 @@ def shard(
             mesh=mesh,
             mp_policy=_in_fp32(mp_policy) if fp32 and not apart else mp_policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=set(fp32) if apart else None,
+            ignored_params=scalars.union(fp32 if apart else ()) or None,
         )
         if apart:
             torch_private.add_parameter_group(module, fp32, _in_fp32(mp_policy))
+    for param in scalars:
+        _replicate(param, mesh)
     register_generate(model)
     reject_resizing(model)
+
+
+def _replicate(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Keep a parameter that FSDP2 ignores equal on all ranks, by averaging its gradients as FSDP2 averages others."""
+    if not param.is_meta:
+        param.data = param.data.to(mesh.device_type)
+    if mesh.size() > 1 and param.requires_grad:
+        param.register_post_accumulate_grad_hook(partial(_average, mesh))  # type: ignore[no-untyped-call]
+
+
+def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
+    gradient = param.grad
+    if gradient is not None:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(gradient, group=group)
+        gradient.div_(mesh.size())
 
 
 def reject_resizing(model: nn.Module) -> None:

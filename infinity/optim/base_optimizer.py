@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity import torch_private
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.optim.ignored_parameters import IgnoredParameters
 from infinity.optim.kernel import MODES, Own, UpdateKernel
 from infinity.optim.multi_optimizer import name_of, parts
 from infinity.optim.optimizer_clone import attributes, content, is_plain
@@ -34,13 +35,20 @@ class BaseOptimizer:
         optimizer: optimizer that was passed to `infinity.offload`.
         parameters: model parameters, indexed by shard.
         kernel: update kernel created from the optimizer.
+        ignored: parameters that `fully_shard` ignores, by name.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], kernel: UpdateKernel
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        kernel: UpdateKernel,
+        ignored: Mapping[str, nn.Parameter],
     ) -> None:
         self.optimizer = optimizer
         self.kernel = kernel
+        self.ignored = IgnoredParameters(ignored, optimizer, kernel)
+        """Parameters that are not sharded, and their updates."""
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group_numbers = [groups.get(id(param), -1) for param in parameters]  # by shard; -1: in no group
         self._shards = {id(param): shard for shard, param in enumerate(parameters)}  # by id of the parameter
@@ -104,9 +112,12 @@ class BaseOptimizer:
         return found
 
     def groups_by_shard(self) -> list[dict[str, Any]]:
-        """Return the param groups with shard indices in place of parameters, as stored in checkpoints."""
+        """Return the param groups with shard indices in place of parameters, as stored in checkpoints.
+
+        Ignored parameters have no shard and are omitted.
+        """
         return [
-            {**group, "params": [self._shards[id(param)] for param in group["params"]]}
+            {**group, "params": [self._shards[id(param)] for param in group["params"] if param not in self.ignored]}
             for group in self.optimizer.param_groups
         ]
 

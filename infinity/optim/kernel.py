@@ -158,7 +158,7 @@ class UpdateKernel:
                 return False
             made.append(next(iter(built.state.values()), {}))
         for group, state in zip(self._optimizer.param_groups, made, strict=True):
-            for param in group["params"]:
+            for param in filter(torch.Tensor.dim, group["params"]):  # all states of scalars look like step counts
                 there = self._optimizer.state.get(param, {})
                 if there.keys() != state.keys() or _numbers(there) != _numbers(state, but=_numbers_unknown(there)):
                     return False

@@ -163,7 +163,7 @@ class _SlicingCheck:
         subjects: dict[_Subject, None] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad:
+                if param.requires_grad and param.ndim:  # FSDP2 does not shard scalars
                     here = (number, param.dtype, param.ndim)
                     case = (numbers[number], param.dtype, param.ndim)
                     self._of[here] = case

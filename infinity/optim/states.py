@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -135,7 +135,8 @@ class StateReader:
 
     def updated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have states, in the order of `model.parameters()`."""
-        return [param for param in self.parameters if self.has_state(param)]
+        ignored = self._base_optimizer.ignored.trained.values()
+        return [param for param in (*self.parameters, *ignored) if self.has_state(param)]
 
     def has_state(self, param: object) -> bool:
         """Return whether a parameter has states: it has been updated, or the optimizer's constructor creates states.
@@ -145,6 +146,8 @@ class StateReader:
                 optimizer is closed.
         """
         self._runner.check_open()
+        if param in self._base_optimizer.ignored:
+            return bool(self._base_optimizer.ignored.state_of(cast("nn.Parameter", param)))
         shard = self._numbers.get(id(param), -1)
         if not self._keeps_state(shard):
             return False
@@ -168,6 +171,8 @@ class StateReader:
             InfinityError: under the same conditions as `has_state`.
             UnsupportedError: if a state is larger than the limit for unplanned reads.
         """
+        if param in self._base_optimizer.ignored:
+            return StatesOfOne(self._base_optimizer.ignored.state_of(param, initial=initial))
         shard = self._numbers.get(id(param), -1)
         if not (self._keeps_state(shard) if initial else self.has_state(param)):
             return StatesOfOne()
@@ -241,13 +246,18 @@ class StateReader:
                 f"the state dict has param groups of {[len(group['params']) for group in groups]} parameters, but this "
                 f"optimizer has {[len(params) for params in here]}. Create the optimizer with the saved param groups."
             )
-        saved = {
-            self._numbers[id(param)]: {k: v for k, v in state.get(key, {}).items() if v is not None}
+        found = [
+            (param, {k: v for k, v in state.get(key, {}).items() if v is not None})
             for params, group in zip(here, groups, strict=True)
             for param, key in zip(params, group["params"], strict=True)
-        }
+        ]
+        ignored = self._base_optimizer.ignored
+        saved = {self._numbers[id(param)]: values for param, values in found if param not in ignored}
         for shard, values in saved.items():
             self._check_loadable(shard, values)
+        for param, values in found:
+            if param in ignored:
+                ignored.replace_state(param, values)
         for shard, values in saved.items():
             if values:
                 self._replace(shard, values)
@@ -286,6 +296,9 @@ class StateReader:
         Raises:
             InfinityError: if no trained parameter has this name.
         """
+        ignored = self._base_optimizer.ignored
+        if (param := ignored.trained.get(name)) is not None:
+            return {MASTER: copied(param), **{key: copied(value) for key, value in ignored.state_of(param).items()}}
         shard = self._names.get(name, -1)
         if shard < 0 or not self._layout.shards[shard].spec.trainable:
             raise InfinityError(f"the model has no trained parameter named {name!r}")

@@ -377,6 +377,11 @@ class StepRunner:
         """
         self._gradients.check_new()
 
+    @property
+    def skips(self) -> bool:
+        """``True`` if the current step skips all updates."""
+        return self._skip
+
     def skip(self) -> None:
         """Make the current step skip all updates."""
         self._skip = True

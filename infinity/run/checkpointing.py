@@ -22,7 +22,6 @@ from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.optim.base_optimizer import BaseOptimizer
-from infinity.optim.multi_optimizer import name_of
 from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 
@@ -39,7 +38,7 @@ def describe(run: Run, sharded: ShardedModel) -> RunDescription:
 
 
 def make_checkpoint_writer(
-    run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
+    run: Run, sharded: ShardedModel, described: RunDescription, base_optimizer: BaseOptimizer
 ) -> CheckpointWriter:
     """Create the writer that publishes a run's checkpoints, and reserve space for the checkpoint files.
 
@@ -51,10 +50,10 @@ def make_checkpoint_writer(
             saved.
         UnsupportedError: if a buffer or another entry of `state_dict()` cannot be saved.
     """
-    nbytes = 0
+    nbytes, optimizer, ignored = 0, base_optimizer.optimizer, base_optimizer.ignored
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
-        module_state = check_state_dict(sharded.outermost, sharded.model)
+        module_state = check_state_dict(sharded.outermost, sharded.model, ignored)
         for group in optimizer.param_groups:  # tensors can always be saved; skipping them avoids copies
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
@@ -64,8 +63,9 @@ def make_checkpoint_writer(
     file = run.folder.reserved_file(run.ranks.rank)
     if run.settings.run.retained_checkpoints:
         nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups)
+        nbytes += ignored.state_bytes()
     space = CheckpointSpace(file, nbytes)
-    name, directory = name_of(optimizer), run.directory
+    name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
         run.ranks,
@@ -138,8 +138,9 @@ class Checkpointer:
             try:
                 with interrupts.held():  # an interrupt between publishing and freeing would leave old extents allocated
                     self._checkpoint_writer.publish(
-                        updates.step, self._model, self._outermost, updates.scalars, groups, extra, own, prefer
-                    )
+                        updates.step, self._model, self._outermost, self._base_optimizer.ignored, updates.scalars,
+                        groups, extra, own, prefer,
+                    )  # fmt: skip
             except OSError as error:
                 file = error.filename or str(run.folder.checkpoints)
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error

@@ -18,6 +18,7 @@ from infinity.errors import StorageError, UnsupportedError
 from infinity.formats.companions import carry_companions, keep_companions
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
+from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.run.run import Run
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.first_values import FirstValues, OwnValues
@@ -80,14 +81,14 @@ class Filling:
             self._source = run.ranks.together("opening the weights", open_source)
 
     def fill(
-        self, optimizer: torch.optim.Optimizer, shards: ShardIO, *, new_optimizer: bool = False
+        self, base_optimizer: BaseOptimizer, shards: ShardIO, *, new_optimizer: bool = False
     ) -> ResumedState | None:
         """Compute the buffers, write the initial values, and restore the training progress.
 
         Values are written one FSDP module at a time, so peak memory is the size of the largest FSDP module.
 
         Args:
-            optimizer: optimizer, whose settings are restored.
+            base_optimizer: optimizer, whose settings are restored.
             shards: writes complete shards.
             new_optimizer: whether to leave the settings and the state of the optimizer at their initial values.
 
@@ -101,6 +102,7 @@ class Filling:
             StorageError: if a write fails.
         """
         run, sharded, source = self._run, self._sharded, self._source
+        optimizer, ignored = base_optimizer.optimizer, base_optimizer.ignored
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
         if new_optimizer:
             groups = [dict(group) for group in groups]  # copies, which receive the settings of the checkpoint
@@ -114,11 +116,12 @@ class Filling:
         together("storing files for exports", self._keep_companions)
         resumed = self._restore(groups)
         if resumed is not None and resumed.modules is not None:
-            load = partial(load_state, resumed.modules, sharded.outermost, model)
+            load = partial(load_state, resumed.modules, sharded.outermost, model, ignored)
             together("restoring the state of modules", load)
         if resumed is not None and new_optimizer:
             # An update ignores the states in the pages of a shard without scalars, as it does in a new run.
             resumed = replace(resumed, scalars={}, own={})
+            ignored.clear_state()
         return resumed
 
     def load(self, optimizer: torch.optim.Optimizer) -> int | None:
@@ -150,7 +153,7 @@ class Filling:
             return None
         parameters = [param for fsdp_module in self._sharded.parameters() for param in fsdp_module]  # by shard
         numbers = {id(param): shard for shard, param in enumerate(parameters)}
-        held = [[numbers[id(param)] for param in group["params"]] for group in groups]
+        held = [[numbers[id(param)] for param in group["params"] if id(param) in numbers] for group in groups]
         return together("restoring the checkpoint", partial(restore, found, run.folder, model, groups, held))
 
     def _write(self, source: FirstValues, shards: ShardIO) -> None:

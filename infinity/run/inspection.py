@@ -97,7 +97,7 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
             standard = name in defaults and defaults[name].default == value
             if isinstance(value, float) and not math.isfinite(value) and not standard:
                 raise ConfigError(f"{name} = {value} in the optimizer is not finite. Set it to a finite number.")
-    known = {id(param) for fsdp_module in sharded.parameters() for param in fsdp_module}
+    known = {id(param) for params in (*sharded.parameters(), sharded.ignored.values()) for param in params}
     optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if foreign := len(optimized - known):
         raise UnsupportedError(
@@ -120,10 +120,11 @@ def no_updates(sharded: ShardedModel) -> torch.optim.Optimizer:
     Raises:
         UnsupportedError: if a parameter requires a gradient. The message names it.
     """
-    for member in sharded.shards:
-        if member.param.sharded_param.requires_grad:
+    named = [(member.names[0], member.param.sharded_param) for member in sharded.shards]
+    for name, param in (*named, *sharded.ignored.items()):
+        if param.requires_grad:
             raise UnsupportedError(
-                f"the optimizer is None, but {member.names[0]} requires a gradient. Pass an optimizer, or freeze the "
+                f"the optimizer is None, but {name} requires a gradient. Pass an optimizer, or freeze the "
                 "model with requires_grad_(False) before infinity.offload."
             )
     return torch.optim.SGD(sharded.model.parameters(), lr=0.0)

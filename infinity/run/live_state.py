@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from infinity import torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.content.format import MASTER
@@ -76,7 +77,7 @@ class LiveState(FullState):
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers of the model, on the CPU."""
-        found = dict(self._model.named_buffers(remove_duplicate=False))
+        found = torch_private.tensors_in_memory(self._model)
         for name in self._described.buffers:
             # Layers may share a buffer, but safetensors rejects tensors that overlap in memory.
             yield name, found[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

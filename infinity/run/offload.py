@@ -185,7 +185,7 @@ def offload_inside(
     try:
         filling = Filling(run, sharded, weights, strict, init)
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
-        resumed = filling.fill(optimizer, steps.shards, new_optimizer=new_optimizer)
+        resumed = filling.fill(steps.base_optimizer, steps.shards, new_optimizer=new_optimizer)
         paged = _attach(run, sharded, steps, filling, resumed)
         open_runs.add(paged, model)
     except BaseException as error:
@@ -248,7 +248,7 @@ def _make_steps(
         )  # fmt: skip
         run.undo.push(full.close)
     parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
-    base_optimizer = BaseOptimizer(optimizer, parameters, kernel)
+    base_optimizer = BaseOptimizer(optimizer, parameters, kernel, sharded.ignored)
     gpu_prefetcher = GpuPrefetcher(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, gpu_prefetcher, run.settings.memory.device_bytes, run.updates_on_device,
@@ -265,7 +265,7 @@ def _make_steps(
     run.undo.push(shards.close)
     run.check_not_forked += [runner.end, shards.close]
     described = describe(run, sharded)
-    checkpoint_writer = make_checkpoint_writer(run, sharded, described, optimizer)
+    checkpoint_writer = make_checkpoint_writer(run, sharded, described, base_optimizer)
     return _Steps(base_optimizer, parameters, runner, shards, described, checkpoint_writer)
 
 
@@ -298,7 +298,7 @@ def _attach(
     if run.directory.found is not None:
         checkpointer.forget_others()
     numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
-    of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
+    of_model = {param: numbers[id(param)] for param in sharded.model.parameters() if id(param) in numbers}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, base_optimizer, of_model, names)
     saves = LiveSaves(run, sharded.model, steps.described, runner, shards, attachment)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from infinity import torch_private
+from infinity import interrupts, torch_private
 from infinity.checkpoint.full_state import FullState
 from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
@@ -155,7 +156,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._own.kernel.check_steps()
         self._unscale()
         rate = self._base_optimizer.param_groups[0].get("lr")
-        record = runner.step()
+        skips, ignored = runner.skips, self._own.ignored
+        with interrupts.held():  # an interrupt between the updates would leave some parameters one step ahead
+            ignored.prepare()
+            record = runner.step()
+            if not skips:
+                ignored.step()
         if record is not None:
             if rate is not None:
                 self._run.ledger.learned_at(float(rate))
@@ -211,12 +217,29 @@ class PagedOptimizer(torch.optim.Optimizer):
             grads = [param.grad for param in parameters if param.grad is not None]
             with ledger.part("collective" if self._run.ranks.world_size > 1 else "update"):
                 total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
                 norm = total.full_tensor() if isinstance(total, DTensor) else total
+                if ignored := list(self._own.ignored.trained.values()):
+                    total = norm = self._with_norm_of(ignored, norm, norm_type, error_if_nonfinite)
+                    torch.nn.utils.clip_grads_with_norm_(ignored, max_norm, total)
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         ledger.clipped(value := norm.item())
         if not math.isfinite(value):
             self._runner.skip()
         return norm
+
+    def _with_norm_of(
+        self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Return the total norm of the sharded gradients, whose norm is `norm`, and those of ignored parameters.
+
+        FSDP2 does not reduce the latter. If they differ between ranks, their largest norm counts, so that all ranks
+        scale the sharded gradients by the same factor.
+        """
+        grads = [param.grad for param in ignored if param.grad is not None]
+        own = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite).to(norm)
+        own = torch.stack([own.new_tensor(value) for value in self._run.ranks.collect(own.item())]).max()
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, own]), norm_type)
+        return total
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise an error, because the page layout is fixed after `infinity.offload`.
@@ -315,7 +338,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._own.check_method(name, *args, **named)
         elif kernel.would_change(name):
             self._own.check()
+            self._own.ignored.prepare()
             self._runner.switch(name)
+            self._own.ignored.switch(name)
 
     # Methods specific to paging #
 
@@ -478,7 +503,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             name: fully qualified name of the parameter.
 
         Returns:
-            Tensors of shape (local elements,), by state name. Scalar state such as a step count is returned unchanged.
+            Tensors of shape (local elements,), by state name. Scalar state such as a step count is returned unchanged,
+            as are the tensors of a parameter that `fully_shard` ignores.
 
         Raises:
             InfinityError: if the model has no trainable parameter with that name.
@@ -563,7 +589,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if found is not None and bool(found):
             self._runner.skip()
         elif scale is not None:
-            for param in self._reader.parameters:
+            for param in (*self._reader.parameters, *self._own.ignored.trained.values()):
                 if param.grad is not None:
                     param.grad.div_(scale)
 

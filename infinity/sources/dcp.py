@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
@@ -58,11 +58,9 @@ class DcpFolder(FirstValues):
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, True)
         self._stored: Mapping[str, Any] = metadata.state_dict_metadata
-        paths: Mapping[str, Sequence[Any]] = metadata.planner_data or {key: (key,) for key in self._stored}
-        if missing := self._stored.keys() - paths.keys():
-            raise CheckpointError(f"{self._folder / METADATA} cannot be read: it has no path for {min(missing)}")
         # Position of each key in the saved state dict
-        self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
+        paths: Mapping[str, Sequence[Any]] = metadata.planner_data or {}
+        self._paths = {key: tuple(map(str, paths.get(key, (key,)))) for key in self._stored}
         # Set by `check`: prefixes of the keys of the model and of the optimizer (None without optimizer state), saved
         # settings of the param groups, and keys of the states by parameter
         self._model = ""
@@ -85,7 +83,8 @@ class DcpFolder(FirstValues):
             ConfigError: if it does not match. The message names the difference.
             CheckpointError: if a file cannot be read.
         """
-        root = self._find_model(_name(members[0]))
+        first = _name(members[0])
+        root = self._only("models", {path[:-1] for path in self._paths.values() if path[-1] == first}, ("model",))
         self._model = "".join(f"{part}." for part in root)
         if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise ConfigError(
@@ -93,14 +92,12 @@ class DcpFolder(FirstValues):
                 "model on a real device, or without tensor parallelism."
             )
         for member in members:
-            self._check_tensor(
-                self._model + _name(member),
-                tuple(torch_private.full_shape(member.param)),
-                member.param.sharded_param.dtype,
-            )
+            shape, dtype = torch_private.full_shape(member.param), member.param.sharded_param.dtype
+            self._check_tensor(self._model + _name(member), shape, dtype)
+        in_memory = torch_private.tensors_in_memory(model)
         for name in torch_private.persistent_buffers(model):
-            buffer = model.get_buffer(name)
-            self._check_tensor(self._model + torch_private.unwrapped_name(name), tuple(buffer.shape), buffer.dtype)
+            buffer = in_memory[name]
+            self._check_tensor(self._model + torch_private.unwrapped_name(name), buffer.shape, buffer.dtype)
         known = {self._model + torch_private.unwrapped_name(name) for name in model.state_dict()}
         saved = {key for key, path in self._paths.items() if path[:-1] == root and self._is_tensor(key)}
         if unexpected := sorted(saved - known):
@@ -109,50 +106,41 @@ class DcpFolder(FirstValues):
                 f"{self._folder} has tensors that the model does not have: {', '.join(unexpected[:_LISTED])}{more}. "
                 "Build the model that was saved."
             )
-        self._optim = self._find_optimizer()
-        if self._optim is not None:
+        prefixes = {tuple(key.partition(_GROUPS)[0].split(".")) for key in self._stored if _GROUPS in key}
+        if prefixes:
+            self._optim = ".".join(self._only("optimizers", prefixes))
             names = {id(member.param.sharded_param): _name(member) for member in members}
-            named = [
-                {**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups
-            ]
-            self._groups = self._load_groups(named)
+            ignored = torch_private.ignored_parameters(model)
+            names |= {id(param): torch_private.unwrapped_name(name) for name, param in ignored}
+            groups = optimizer.param_groups
+            self._groups = self._load_groups(
+                [[names[id(param)] for param in group["params"]] for group in groups], groups
+            )
             self._states = self._match_states(names, optimizer)
 
-    def _find_model(self, first: str) -> tuple[str, ...]:
-        roots = {path[:-1] for path in self._paths.values() if path[-1] == first}
-        if len(roots) > 1:
-            found = ", ".join(sorted(map(".".join, roots)))
-            raise ConfigError(f"{self._folder} has several models ({found}). Save one of them on its own.")
-        return roots.pop() if roots else ("model",)
-
-    def _find_optimizer(self) -> str | None:
-        roots = {key.partition(_GROUPS)[0] for key in self._stored if _GROUPS in key}
-        if len(roots) > 1:
-            raise ConfigError(f"{self._folder} has several optimizers ({', '.join(sorted(roots))}). Save only one.")
-        return roots.pop() if roots else None
+    def _only(self, what: str, found: set[tuple[str, ...]], default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        if len(found) > 1:
+            listed = ", ".join(sorted(map(".".join, found)))
+            raise ConfigError(f"{self._folder} has several {what} ({listed}). Save only one of them.")
+        return found.pop() if found else default
 
     def _is_tensor(self, key: str) -> bool:
         return isinstance(self._stored.get(key), TensorStorageMetadata)
 
-    def _check_tensor(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _check_tensor(self, key: str, shape: torch.Size, dtype: torch.dtype, *, convert: bool = True) -> None:
         if not self._is_tensor(key):
             raise ConfigError(f"{self._folder} has no tensor {key}. Save the result of get_state_dict for this model.")
-        stored = self._stored[key]
-        if sum(chunk.sizes.numel() for chunk in stored.chunks) < stored.size.numel():
+        size, found = self._stored[key].size, self._stored[key].properties.dtype
+        if sum(chunk.sizes.numel() for chunk in self._stored[key].chunks) < size.numel():
             raise ConfigError(f"{self._folder} contains only a part of {key}. Save it on all ranks together.")
-        if tuple(stored.size) != shape:
+        if size != shape or not (convertible(found, dtype) if convert else found == dtype):
             raise ConfigError(
-                f"{key} in {self._folder} has shape {tuple(stored.size)}, but this run needs {shape}. Build the model "
-                "that was saved."
-            )
-        if not convertible(stored.properties.dtype, dtype):
-            raise ConfigError(
-                f"{key} in {self._folder} has dtype {stored.properties.dtype}, which cannot be converted to {dtype}. "
-                "Save it in the dtype in which it is trained."
+                f"{key} in {self._folder} is {found} of shape {tuple(size)}, but this run needs {dtype} of shape "
+                f"{tuple(shape)}. Build the model that was saved, or save only a model that matches."
             )
 
-    def _load_groups(self, here: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the saved settings of the param groups of this optimizer."""
+    def _load_groups(self, params: list[list[str]], here: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the saved settings of the param groups `here`, whose parameters are named `params`."""
         keys: dict[str, dict[str, str]] = {}  # by number of the saved group, and setting
         prefix = f"{self._optim}{_GROUPS}"
         for key in self._stored:
@@ -163,23 +151,23 @@ class DcpFolder(FirstValues):
             raise ConfigError(
                 f"{self._folder} has a flattened optimizer state. Save it without flatten_optimizer_state_dict."
             )
-        targets = {key: self._empty(key) for settings in keys.values() for key in settings.values()}
-        loaded = self._load("param groups", targets)
-        saved = {frozenset(loaded[settings["params"]]): settings for settings in keys.values()}
+        loaded = self._load("param groups", [key for settings in keys.values() for key in settings.values()])
+        saved = [{setting: loaded[key] for setting, key in settings.items()} for settings in keys.values()]
+        by_params = {frozenset(group["params"]): group for group in saved}
         groups = []
-        for number, group in enumerate(here):
-            settings = saved.get(frozenset(group["params"]))
+        for position, (names, group) in enumerate(zip(params, here, strict=True)):
+            settings = by_params.get(frozenset(names))
             if settings is None:
                 raise ConfigError(
-                    f"no param group in {self._folder} has the parameters of param group {number}. Create the "
+                    f"no param group in {self._folder} has the parameters of param group {position}. Create the "
                     "optimizer with the param groups that were saved."
                 )
             if missing := group.keys() - settings.keys() - {OWNER}:
                 raise ConfigError(
-                    f"param group {number} in {self._folder} has no setting {min(missing)}. Create the optimizer and "
+                    f"param group {position} in {self._folder} has no setting {min(missing)}. Create the optimizer and "
                     "its schedulers as they were when it was saved."
                 )
-            groups.append({**{setting: loaded[key] for setting, key in settings.items()}, "params": group["params"]})
+            groups.append({**settings, "params": names})
         return groups
 
     def _match_states(self, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
@@ -194,9 +182,13 @@ class DcpFolder(FirstValues):
                 name, _, kind = key.removeprefix(prefix).rpartition(".")
                 saved.setdefault(name, {})[kind] = key
         kernel, matched = make_kernel(optimizer), {}
-        for param, group in ((param, group) for group in optimizer.param_groups for param in group["params"]):
+        trained = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        for param, group in trained:
             name = names[id(param)]
             if not param.requires_grad or name not in saved:
+                continue
+            if not param.ndim:  # not sharded, so `load_state_dict` checks its state
+                matched[name] = saved[name]
                 continue
             spec, found = kernel.discover(param, group), saved[name]
             if found.keys() != (needed := {*dict(spec.kinds), *spec.scalars}):
@@ -205,13 +197,7 @@ class DcpFolder(FirstValues):
                     f"{', '.join(sorted(needed)) or 'no state'}. Create the optimizer that was saved."
                 )
             for kind, dtype_name in spec.kinds:
-                dtype, key = torch_dtype(dtype_name), found[kind]
-                self._check_tensor(key, tuple(param.shape), dtype)
-                if (saved_dtype := self._stored[key].properties.dtype) != dtype:
-                    raise ConfigError(
-                        f"{key} in {self._folder} has dtype {saved_dtype}, but this run needs {dtype}. Train in the "
-                        "dtype that was saved, or save the model without its optimizer."
-                    )
+                self._check_tensor(found[kind], param.shape, torch_dtype(dtype_name), convert=False)
             matched[name] = found
         return matched
 
@@ -237,9 +223,10 @@ class DcpFolder(FirstValues):
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, in the dtypes of the model."""
-        buffers = {name: model.get_buffer(name) for name in torch_private.persistent_buffers(model)}
+        in_memory = torch_private.tensors_in_memory(model)
+        buffers = {name: in_memory[name] for name in torch_private.persistent_buffers(model)}
         keys = {name: self._model + torch_private.unwrapped_name(name) for name in buffers}
-        loaded = self._load("buffers", {key: self._empty(key) for key in keys.values()})
+        loaded = self._load("buffers", keys.values())
         return {name: loaded[keys[name]].to(buffer.dtype) for name, buffer in buffers.items()}
 
     # Optimizer state #
@@ -253,30 +240,27 @@ class DcpFolder(FirstValues):
         if self._optim is None:
             _log.warning("%s has no optimizer state: moments and step counts start from zero", self._folder)
             return None
-        here = get_optimizer_state_dict(model, optimizer)["state"]
-        targets = {
-            key: here[name][kind] if isinstance(here[name][kind], DTensor) else self._empty(key)
-            for name, keys in self._states.items()
-            for kind, key in keys.items()
-        }
-        loaded = self._load("optimizer state", targets)
+        here: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        values = {key: here[name][kind] for name, keys in self._states.items() for kind, key in keys.items()}
+        paged = {key: value for key, value in values.items() if isinstance(value, DTensor)}
+        loaded = self._load("optimizer state", values.keys() - paged.keys(), paged)
         state = {name: {kind: loaded[key] for kind, key in keys.items()} for name, keys in self._states.items()}
         optimizer.load_state_dict({"state": state, "param_groups": self._groups})
         return max((int(states["step"]) for states in state.values() if "step" in states), default=0)
 
     # Reading #
 
-    def _empty(self, key: str) -> torch.Tensor | None:
-        """Return a tensor into which a saved tensor can be loaded, or None for an object."""
-        stored = self._stored[key]
-        return torch.empty(stored.size, dtype=stored.properties.dtype) if self._is_tensor(key) else None
-
-    def _load(self, what: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Load tensors in place, and objects, by their keys. Each rank loads on its own."""
+    def _load(self, what: str, keys: Iterable[str], targets: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return saved tensors and objects by key. Tensors in `targets` are loaded in place."""
+        state: dict[str, Any] = dict.fromkeys(keys)
+        for key in filter(self._is_tensor, state):
+            stored = self._stored[key]
+            state[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        state.update(targets or {})
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+                load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
         except CheckpointException as error:
             ((reason, _),) = error.failures.values()
             if isinstance(reason, InfinityError) or not isinstance(reason, Exception):

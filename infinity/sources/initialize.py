@@ -8,6 +8,7 @@ FSDP modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -146,18 +147,19 @@ class ModuleInitializer(FirstValues):
     def _set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
         for name, value in known.items():
             owner, _, key = name.rpartition(".")
-            buffers = self._model.get_submodule(owner)._buffers
-            dtype = buffers[key].dtype  # type: ignore[union-attr]
-            _replace_buffers(self._model, {id(buffers[key]): value.to(device, dtype)})
-        wanted = {id(buffer): buffer for buffer in self._model.buffers() if buffer.is_meta}
+            module = self._model.get_submodule(owner)
+            before: Any = module._buffers.get(key, module._parameters.get(key))
+            _replace_buffers(self._model, {id(before): value.to(device, before.dtype)})
+        names = {id(tensor): name for name, tensor in torch_private.tensors_in_memory(self._model).items()}
+        tensors = torch_private.tensors_in_memory(self._model).values()
+        wanted = {id(tensor): tensor for tensor in tensors if tensor.is_meta}
         if not wanted:
             return
         found = self._plan.run(wanted)
-        names = {id(buffer): name for name, buffer in self._model.named_buffers()}
         if unset := [names[key] for key, value in found.items() if value is None]:
             raise UnsupportedError(
-                f"buffers {', '.join(unset)} are on the meta device and cannot be initialized; {REMEDY}, or create "
-                "the buffers outside of torch.device('meta')"
+                f"{', '.join(unset)} cannot be initialized: on the meta device, and not sharded; {REMEDY}, or create "
+                "them outside of torch.device('meta')"
             )
         _replace_buffers(self._model, {key: value.to(device) for key, value in found.items() if value is not None})
 
@@ -182,9 +184,12 @@ def _unset(names: Iterable[str]) -> str:
 
 
 def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Replace buffers by id, so that a buffer that several modules share stays shared."""
+    """Replace buffers and ignored parameters by id, so that one that several modules share stays shared."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in new:
                 vars(new[id(buffer)]).update(vars(buffer))  # the user's attributes
                 module._buffers[key] = new[id(buffer)]
+    for param in dict(torch_private.ignored_parameters(model)).values():
+        if (value := new.get(id(param))) is not None:
+            torch_private.set_value(param, value)

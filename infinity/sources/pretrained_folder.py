@@ -82,9 +82,10 @@ class PretrainedFolder(FirstValues):
         self._base_name = base_names(model)
         own = [member for member in members if self._is_of_adapter(member)]
         entries = {self._names(member): _like(member) for member in members}
+        in_memory = torch_private.tensors_in_memory(model)
         for name in torch_private.persistent_buffers(model):
             if (base_name := self._base_name(name)) is not None:
-                entries[(base_name,)] = model.get_buffer(name).to("meta")
+                entries[(base_name,)] = in_memory[name].to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
         whole = self._quantized(model)
         matched = names.match(self._files.tensors, {**wanted, **whole.likes}, model)
@@ -236,12 +237,13 @@ class PretrainedFolder(FirstValues):
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers that the folder contains, in the model's dtypes."""
         found: dict[str, torch.Tensor] = {}
+        in_memory = torch_private.tensors_in_memory(model)
         with closing(self._files.reader()) as reader:
             for name in torch_private.persistent_buffers(model):
                 target = self._base_name(name)
                 if target is not None and target in self._made_by:
                     value = self._converted(self._made_by[target], reader)[target]
-                    found[name] = value.to(model.get_buffer(name).dtype, copy=True)
+                    found[name] = value.to(in_memory[name].dtype, copy=True)
         return found
 
 

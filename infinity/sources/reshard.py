@@ -156,7 +156,7 @@ class ReshardSource(FirstValues):
         manifest = self._reader.manifest(rank if was_there else 0)
         indices = [self._index[member.names[0]] for member in members]
         of_param = {id(member.param.sharded_param): index for member, index in zip(members, indices, strict=True)}
-        held = [[of_param[id(param)] for param in group["params"]] for group in groups]
+        held = [[of_param[id(param)] for param in group["params"] if id(param) in of_param] for group in groups]
         found = restore(manifest, self._reader.folder, model, groups, held, random=was_there)
         scalars = self._reader.scalars()
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from infinity.torch_private.imports import CheckpointWrapper, _no_grad_trunc_normal_
+from infinity.torch_private.names import ignored_parameters
 
 
 @cache
@@ -104,14 +105,22 @@ def recomputes(module: nn.Module) -> bool:
     return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
+def tensors_in_memory(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a sharded model that are not sharded, under each of their names.
+
+    These are all buffers, and the `ignored_params` of `fully_shard`.
+    """
+    return {**dict(model.named_buffers(remove_duplicate=False)), **dict(ignored_parameters(model))}
+
+
 def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of all buffers that are part of the model's `state_dict`."""
+    """Return the names in `tensors_in_memory` that are part of the model's `state_dict`."""
     return tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
-    )
+    ) + tuple(name for name, _ in ignored_parameters(model))
 
 
 def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -237,6 +237,39 @@ def owner(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
+def ignored_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a sharded model that belong to no FSDP module, under each of their names.
+
+    These parameters were passed to `fully_shard` as `ignored_params`. Nothing is yielded for a model that is not
+    sharded. The type of a parameter does not identify them, because gathered parameters are not DTensors either.
+    """
+    sharded: set[tuple[int, str]] = set()
+    for _, group in parameter_groups(model):
+        for param in group.fsdp_params:
+            info = param._module_info
+            sharded.add((id(info.module), info.param_name))
+            sharded.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    for prefix, module in model.named_modules(remove_duplicate=False) if sharded else ():
+        for key, own in module._parameters.items():
+            if own is not None and (id(module), key) not in sharded and not isinstance(own, DTensor):
+                yield f"{prefix}.{key}" if prefix else key, own
+
+
+def set_value(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the value of a parameter, which may be on the meta device, without changing its identity."""
+    if not param.is_meta:
+        with torch.no_grad():
+            param.copy_(value)
+        return
+    new = nn.Parameter(value, requires_grad=param.requires_grad)
+    vars(new).update(vars(param))
+    changed: Any = param
+    hooks = changed._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
+    if hooks:
+        changed._post_accumulate_grad_hooks = hooks  # autograd would not call them on the new tensor
+
+
 def compute_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which a parameter is gathered."""
     dtype: torch.dtype = param.sharded_param.dtype

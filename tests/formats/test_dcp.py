@@ -277,7 +277,7 @@ REJECTED = {
     "different groups": ({"groups": False}, "no param group in .* has the parameters of param group 0"),
     "a different dtype": (
         {"policy": "pure_bf16"},
-        "optim.state.embedding.weight.exp_avg in .* has dtype torch.float32, but this run needs torch.bfloat16",
+        "optim.state.embedding.weight.exp_avg in .* is torch.float32 of shape .* this run needs torch.bfloat16",
     ),
     "a different model": ({"model": "llama"}, "has no tensor model.model.embed_tokens.weight. Save the result of"),
     "additional parameters": ({"model": "spare"}, "has no tensor model.blocks.0.unused. Save the result of"),
@@ -287,7 +287,7 @@ REJECTED = {
         r"\d more. Build the model that was saved",
     ),
     "a different shape": (
-        {"model": "wide"}, r"model.head.weight in .* has shape \(131, 67\), but this run needs \(200, 67\). Build the"
+        {"model": "wide"}, r"model.head.weight in .* of shape \(131, 67\), but this run needs .* of shape \(200, 67\)"
     ),
     "a buffer": ({"model": "buffered"}, "has no tensor model.seen. Save the result of"),
 }  # fmt: skip
@@ -295,7 +295,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("difference", REJECTED)
 def test_mismatching_checkpoint_raises(difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the difference and a remedy, and no files remain on NVMe."""
+    """The error names the difference and a remedy, and nothing is written to NVMe."""
     monkeypatch.setitem(models.MODELS, "wide", wide)
     monkeypatch.setitem(models.MODELS, "shallow", shallow)
     changes, message = REJECTED[difference]
@@ -329,7 +329,7 @@ def test_malformed_checkpoint_folder_raises(tmp_path: Path) -> None:
     dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "flat")
     assert "Save it without flatten_optimizer_state_dict" in rejection(tmp_path, tmp_path / "flat", recipe)
     dcp.save({"model": weights, "average": weights}, checkpoint_id=tmp_path / "two")
-    assert "has several models (average, model). Save one" in rejection(tmp_path, tmp_path / "two", recipe)
+    assert "has several models (average, model). Save only one" in rejection(tmp_path, tmp_path / "two", recipe)
 
     save_plain(recipe, str(tmp_path / "plain"))
     for file in (tmp_path / "plain").glob("*.distcp"):

@@ -691,6 +691,28 @@ def test_modules_with_extra_state_are_found() -> None:
     assert [torch_private.restores_extra_state(module) for module in found.values()] == [True, False]
 
 
+def test_ignored_parameters_are_found_while_others_are_gathered() -> None:
+    """The type of a parameter does not tell, because gathered parameters are plain tensors as well."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    assert dict(torch_private.ignored_parameters(model)) == {}
+    fully_shard(model, mesh=infinity.mesh("cpu"), ignored_params={model.scale})
+    assert dict(torch_private.ignored_parameters(model)) == {"scale": model.scale}
+    model.unshard()
+    assert not isinstance(model[0].weight, DTensor)
+    assert dict(torch_private.ignored_parameters(model)) == {"scale": model.scale}
+    assert torch_private.persistent_buffers(model) == ("scale",)
+
+
+def test_parameter_on_the_meta_device_keeps_its_identity_and_hooks() -> None:
+    param, called = nn.Parameter(torch.empty((), device="meta")), []
+    param.mark = "kept"
+    param.register_post_accumulate_grad_hook(called.append)
+    torch_private.set_value(param, torch.tensor(3.0))
+    (param * 2).backward()
+    assert (float(param.detach()), param.mark, called) == (3.0, "kept", [param])
+
+
 def test_step_hooks_are_excluded_and_shared() -> None:
     """Covers hooks of one optimizer and global hooks."""
     param = nn.Parameter(torch.zeros(1))

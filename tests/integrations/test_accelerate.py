@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -27,28 +26,10 @@ from infinity.integrations import checkpoint_folders
 from infinity.integrations.accelerate import prepare
 from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
-from support import by_hand, models
+from support import by_hand
+from support.accelerate_runs import BF16, accelerator, bare, optimizer_of, settings, sharded
 from support.by_hand import BATCHES, CLIP, HALF, data, full_weights, scheduler_of
 from support.ranks import RankPool
-from support.train import MIB
-
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-def bare(name: str = "llama", *, meta: bool = False) -> nn.Module:
-    """Return an unsharded model."""
-    torch.manual_seed(3)
-    with torch.device("meta" if meta else "cpu"):
-        return models.llama(tied=name == "tied")
-
-
-def sharded(name: str = "llama", policy: MixedPrecisionPolicy = BF16) -> nn.Module:
-    """Return a model that is sharded as in a user script."""
-    model = bare(name)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=policy)
-    fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=policy)
-    return model
 
 
 def plugin(**named: Any) -> FullyShardedDataParallelPlugin:
@@ -58,44 +39,9 @@ def plugin(**named: Any) -> FullyShardedDataParallelPlugin:
     )
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer with two param groups."""
-    matrices = [param for param in model.parameters() if param.ndim > 1]
-    vectors = [param for param in model.parameters() if param.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
-
-
-@contextmanager
-def accelerator(**named: Any) -> Iterator[Accelerator]:
-    """Yield an accelerator for the ranks of the existing process group."""
-    infinity.mesh("cpu")
-    ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # unused: the process group exists already
-    variables = {key: str(value) for key, value in (ranks | places).items()} if dist.get_world_size() > 1 else {}
-    _forget()
-    os.environ.update(variables)
-    try:
-        yield Accelerator(cpu=True, step_scheduler_with_optimizer=False, **named)
-    finally:
-        for key in variables:
-            del os.environ[key]
-        _forget()
-
-
-def _forget() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-def settings(folder: Path, **run: Any) -> dict[str, Any]:
-    """Return settings with which most of the state is paged."""
-    return {
-        "storage": {"paths": [str(folder / "nvme")]},
-        "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
-        "telemetry": {"runtime_dir": str(folder / "runtime")},
-        "run": run,
-    }
+def loader_of() -> DataLoader[torch.Tensor]:
+    """Return a loader of all sequences."""
+    return DataLoader(data(), batch_size=2)  # type: ignore[arg-type]
 
 
 def in_memory(model: nn.Module, accumulation: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -125,15 +71,14 @@ def loop(accelerator: Accelerator, parts: tuple[Any, ...], first: int = 0, last:
 
 def pretend_fsdp2(accelerator: Accelerator) -> None:
     """Set the distributed type to FSDP2, which Accelerate does on GPUs only."""
-    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin()
     assert accelerator.is_fsdp2
 
 
 def parts_of(accelerator: Accelerator, model: nn.Module, folder: Path, **named: Any) -> tuple[Any, ...]:
     """Prepare the model, optimizer, data loader and scheduler of a script."""
-    optimizer = optimizer_of(model)
-    loader = DataLoader(data(), batch_size=2)
+    optimizer, loader = optimizer_of(model), loader_of()
     config = named.pop("config", None) or settings(folder)
     return prepare(accelerator, model, optimizer, loader, scheduler_of(optimizer), config=config, **named)
 
@@ -242,6 +187,47 @@ def test_load_state_resumes_a_saved_run(tmp_path: Path) -> None:
     assert sum(sizes) < 64 << 10, "the folder must not contain a copy of the state"
 
 
+def first_half_in_memory(folder: str) -> list[float]:
+    """Train to the middle with plain FSDP2, and let Accelerate save all of the state. Runs on every rank."""
+    with accelerator() as acc:
+        pretend_fsdp2(acc)
+        model = sharded()
+        optimizer = acc.prepare_optimizer(optimizer_of(model))
+        scheduler = acc.prepare_scheduler(scheduler_of(optimizer.optimizer))
+        acc._models.append(model)
+        losses = loop(acc, (model, optimizer, acc.prepare(loader_of()), scheduler), last=HALF // dist.get_world_size())
+        acc.save_state(str(Path(folder, "half")))
+        return losses
+
+
+def second_half_from_memory(folder: str) -> list[float]:
+    """Load the state that Accelerate has saved in memory, and train to the end. Runs on every rank."""
+    with accelerator() as acc:
+        pretend_fsdp2(acc)
+        parts = parts_of(acc, sharded(), Path(folder))
+        half = HALF // dist.get_world_size()
+        with parts[1].optimizer:
+            loop(acc, parts, last=1)
+            acc.load_state(str(Path(folder, "half")))
+            assert parts[3].scheduler.last_epoch == half
+            losses = loop(acc, parts, first=half)
+            acc.save_state(str(Path(folder, "end")))
+            assert acc.state.distributed_type == DistributedType.FSDP
+            return losses
+
+
+def test_load_state_loads_a_run_in_memory(tmp_path: Path) -> None:
+    """Accelerate's own code loads weights and optimizer into pages, whose values it replaces."""
+    assert first_half_in_memory(str(tmp_path)) + second_half_from_memory(str(tmp_path)) == memory_losses()
+    assert Record.read(tmp_path / "end").step == 1 + BATCHES - HALF
+
+
+@pytest.mark.wide
+def test_load_state_loads_a_run_in_memory_on_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    halves = [pair.run(half, str(tmp_path)) for half in (first_half_in_memory, second_half_from_memory)]
+    assert [first + second for first, second in zip(*halves, strict=True)] == pair.run(memory_losses)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_load_state_restores_the_learning_rate(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A scheduler that was created after `prepare` has set the rate of the first step."""
@@ -325,14 +311,29 @@ def test_save_model_and_get_state_dict(tmp_path: Path, monkeypatch: pytest.Monke
             monkeypatch.setattr(accelerate_integration, "_GATHERED", 1000)
             with pytest.raises(UnsupportedError, match=r"accelerator\.save_model\(model, folder\)"):
                 acc.get_state_dict(model)
-            with pytest.raises(ConfigError, match="is not the prepared model"):
-                acc.save_model(nn.Linear(1, 1), tmp_path / "other")
+            with pytest.raises(ConfigError, match="shares parameters with the prepared model; pass that model"):
+                acc.save_model(model.model, tmp_path / "other")
             with pytest.raises(UnsupportedError, match="safe_serialization=False"):
                 acc.save_model(model, tmp_path / "other", safe_serialization=False)
             assert isinstance(optimizer, infinity.PagedOptimizer)
     loaded = type(bare()).from_pretrained(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in expected.items())
+
+
+def test_model_in_memory_keeps_the_methods_of_accelerate(tmp_path: Path) -> None:
+    """A second model that Accelerate has prepared is part of `save_state`, and can be saved on its own."""
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer:
+            other = acc.prepare(nn.Linear(2, 2))
+            acc.save_state(str(tmp_path / "state"))
+            acc.save_model(other, tmp_path / "other")
+            expected = {name: value.clone() for name, value in acc.get_state_dict(other).items()}
+            nn.init.zeros_(other.weight)
+            acc.load_state(str(tmp_path / "state"))
+    assert other.weight.equal(expected["weight"])
+    assert load_file(tmp_path / "other" / "model.safetensors")["weight"].equal(expected["weight"])
 
 
 def test_gradients_of_micro_batches_are_paged(tmp_path: Path) -> None:

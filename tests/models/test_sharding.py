@@ -256,21 +256,8 @@ def test_mixed_dtypes_are_rejected_before_anything_is_written(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_ignored_parameters_are_rejected_by_name(tmp_path: Path) -> None:
-    """The error does not recommend the call that was already made."""
-    model = nn.Sequential(nn.Linear(8, 8))
-    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    fully_shard(model, mesh=infinity.mesh(), ignored_params={model.scale})
-    with pytest.raises(UnsupportedError, match=r"ignored_params or added after it: scale; .*shape \(1,\)$"):
-        infinity.offload(model, torch.optim.AdamW(model.parameters()), {"storage": {"paths": [str(tmp_path / "run")]}})
-
-
 def test_shard_rejects_unsupported_models_before_sharding() -> None:
     model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]))
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UnsupportedError, match=r"scale of Module .*shape \(1,\)"):
-        shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
-    del model.scale
     with pytest.raises(UnsupportedError, match=r"Module .*activation_checkpointing"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True)
     assert not list(torch_private.parameter_groups(model))

@@ -40,11 +40,12 @@ def load(row: ModelRow, folder: Path) -> nn.Module:
 def shard(row: ModelRow, model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
     """Apply `fully_shard` to the layers of a row and to the model."""
     mesh = infinity.mesh("cpu")
+    scalars = {param for param in model.parameters() if param.dim() == 0} or None
     for path in row.layers:
         found = model.get_submodule(path.removesuffix(".*"))
         for layer in found.children() if path.endswith(".*") else (found,):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=scalars)
 
 
 def inputs_of(row: ModelRow, step: int) -> dict[str, Any]:
@@ -89,8 +90,10 @@ def logits_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW for the trainable parameters."""
-    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, fused=True)
+    """Return AdamW for the trainable parameters. The fused kernel rejects a mix of sharded and ignored ones."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [[param for param in trained if param.dim()], [param for param in trained if not param.dim()]]
+    return torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-3, fused=True)
 
 
 def seed(value: int) -> None:

@@ -98,8 +98,7 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
     if mode == "save":
         optimizer.save_pretrained(folder / "saved", file_bytes=4 * WIDTH * 2 * WIDTH)
         weights, state = get_state_dict(model, optimizer)
-        writer = dcp.FileSystemWriter(folder / "saved-dcp", single_file_per_rank=False)
-        dcp.save({"model": weights, "optim": state}, storage_writer=writer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "saved-dcp")
     if mode != "memory":
         optimizer.close()
     return losses

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def on_the_cpu() -> None:
@@ -144,7 +146,9 @@ def paged() -> Any:
 
 
 def train(name: str, first: str, result: str, *words: str) -> None:
-    """Train like torchtitan's command line; save losses, norms, and the weights before and after training.
+    """Train like torchtitan's command line; save losses, norms, the weights before and after training, and the state.
+
+    Training in memory also saves the optimizer with torchtitan's own methods, and later trainings on NVMe load it.
 
     Args:
         name: Name of the function in this module that returns the config.
@@ -171,8 +175,32 @@ def train(name: str, first: str, result: str, *words: str) -> None:
     trainer.train()
     with torch.no_grad():
         after = {key: part.to_local().clone() for key, part in parts.items()}
+        found = {"steps": steps, "before": before, "after": after, "optimizer": full(trainer.optimizers.state_dict())}
+        state, saved = trainer.optimizers.state_dict(), folder / "optimizer"
+        if name == "in_memory":
+            dcp.save(state, checkpoint_id=saved)
+        elif saved.is_dir():
+            dcp.load(state, checkpoint_id=saved)
+            trainer.optimizers.load_state_dict(state)
+            found["loaded"] = full(trainer.optimizers.state_dict())
+    if name == "paged":
+        found["loads"] = [load(trainer, step) for step in (trainer.step, trainer.step - 2)]
     trainer.close()
-    torch.save({"steps": steps, "before": before, "after": after}, folder / f"{result}-{rank}.pt")
+    torch.save(found, folder / f"{result}-{rank}.pt")
+
+
+def load(trainer: Any, step: int) -> str:
+    """Load a checkpoint after training; return the result or the error."""
+    try:
+        return str(trainer.checkpointer.load(step))
+    except InfinityError as error:
+        return str(error)
+
+
+def full(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict, with full tensors."""
+    gathered = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in gathered.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.rows import UNSUPPORTED, Row
+from support.rows import Row
 
 TEXT = {
     "vocab_size": 96,
@@ -215,8 +215,7 @@ ROWS: tuple[ModelRow, ...] = (
           "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
           "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.stages.*",), "image"),
     other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip",
-          outcome=UNSUPPORTED, words="logit_scale of CLIPModel has shape",
-          note="`fully_shard` does not support 0-dimensional parameters (`logit_scale`)"),
+          note="0-dimensional parameters (`logit_scale`) stay in memory"),
     other("CLIP", "CLIPTextModelWithProjection", {**TEXT, "projection_dim": 16}, ("text_model.encoder.layers.*",),
           "embeds", name="CLIP text model", config="CLIPTextConfig"),
     other("CLIP", "CLIPVisionModelWithProjection", {**VISION, "projection_dim": 16}, ("vision_model.encoder.layers.*",),

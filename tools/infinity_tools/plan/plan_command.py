@@ -169,16 +169,16 @@ def plan(
         typer.Option(
             min=1,
             max=4096,
-            help="CPU cores per rank, for updates and checksums. [default: with --gpu, those of a common node with "
-            "this accelerator (`--gpu list`); with --tflops, those of this machine, divided among the ranks]",
+            help="CPU cores per rank, for updates and checksums. [default: with --gpu, the cores per accelerator of a "
+            "common node (`--gpu list`); with --tflops, the cores of this machine, divided among the ranks]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: with --gpu, that of the links "
-            "between accelerators (`--gpu list`); otherwise, communication takes no time]",
+            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: with --gpu, the bandwidth of "
+            "the links between accelerators (`--gpu list`); otherwise, communication takes no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
