@@ -26,7 +26,7 @@ from infinity.integrations import checkpoint_folders
 from infinity.integrations.accelerate import prepare
 from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
-from support import by_hand
+from support import by_hand, models
 from support.accelerate_runs import BF16, accelerator, bare, optimizer_of, settings, sharded
 from support.by_hand import BATCHES, CLIP, HALF, data, full_weights, scheduler_of
 from support.ranks import RankPool
