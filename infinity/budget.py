@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from infinity.config import ActivationsConfig
@@ -100,10 +101,29 @@ def choose_budget(
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
     """
+    choose = partial(_divide, fsdp_modules, formats, host_bytes, page_bytes, device=device, activations=activations)
+    budget = choose(fits=True)
+    enlarged = not page_bytes and budget.layout.page_bytes > _LARGEST_PAGE
+    if enlarged and budget.cache_slots < min(_CACHE_SLOTS_OF_MANY, len(budget.layout.pages)):
+        return choose(fits=False)  # activations or full parameters leave too little memory
+    return budget
+
+
+def _divide(
+    fsdp_modules: Sequence[FSDPModuleSpec],
+    formats: dict[str, StateFormat],
+    host_bytes: int,
+    page_bytes: int,
+    *,
+    device: bool,
+    activations: ActivationsConfig | None,
+    fits: bool,
+) -> Budget:
+    """Return the budget as described in `choose_budget`. If `fits`, pages may be larger if all of them fit."""
     totals = (
         page_totals(fsdp_modules, formats, page_bytes)
         if page_bytes
-        else _page_size(fsdp_modules, formats, host_bytes, device=device)
+        else _page_size(fsdp_modules, formats, host_bytes, device=device, fits=fits)
     )
     if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
         raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
@@ -139,7 +159,12 @@ def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_by
 
 
 def _page_size(
-    fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat], host_bytes: int, *, device: bool
+    fsdp_modules: Sequence[FSDPModuleSpec],
+    formats: dict[str, StateFormat],
+    host_bytes: int,
+    *,
+    device: bool,
+    fits: bool,
 ) -> PageTotals:
     """Choose the page size as described in `choose_budget`, and return the totals of the layout."""
     totals = _with_room_for_rows(fsdp_modules, formats)
@@ -155,10 +180,9 @@ def _page_size(
     while may_grow and totals.number > most and totals.page_bytes < largest:
         doubled = page_totals(fsdp_modules, formats, 2 * totals.page_bytes)
         cache_slots = host_bytes // doubled.page_bytes
-        # The gradients of a range take at most a third of its page.
-        if cache_slots < doubled.number + FETCHED // 3 and (
-            cache_slots < _CACHE_SLOTS_OF_MANY or not _good(doubled, host_bytes)
-        ):
+        # Gradients in transit from a device (`FETCHED`) take at most a third of a page each.
+        all_fit = fits and cache_slots >= doubled.number + FETCHED // 3
+        if not all_fit and (cache_slots < _CACHE_SLOTS_OF_MANY or not _good(doubled, host_bytes)):
             break
         totals = doubled
     return totals

@@ -313,7 +313,8 @@ def _folder_in_node_folder() -> Path:
     No request is necessary: the daemon closes the connection only after it has created the folder.
     """
     folder = NODE_FOLDER / str(os.geteuid())
-    if not folder.exists() and (NODE_FOLDER / "infinityd.sock").exists():
+    # Path.exists would raise PermissionError if another user has a private folder there.
+    if not os.path.exists(folder / "infinityd.sock") and os.path.exists(NODE_FOLDER / "infinityd.sock"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_CONNECT_SECONDS)
             connection.connect(str(NODE_FOLDER / "infinityd.sock"))

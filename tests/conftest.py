@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,6 +37,18 @@ def _single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_node_folder() -> Iterator[None]:
+    """Keep tests away from a daemon for several users on this machine."""
+    config = sys.modules.get("infinity.config")  # already imported at collection if any test needs it
+    if config is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "NODE_FOLDER", Path("/nonexistent/infinity"))
+        yield
 
 
 @pytest.fixture(scope="session")

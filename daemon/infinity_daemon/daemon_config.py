@@ -184,14 +184,19 @@ def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str
         given: Settings that override the file, by dotted name.
 
     Raises:
-        ConfigError: if a setting is unknown or invalid, if a folder on a drive does not exist, or if checkpoints would
-            be removed in less than one day.
+        ConfigError: if a setting is unknown or invalid, if settings exclude each other, if a folder on a drive does not
+            exist, or if checkpoints would be removed in less than one day.
     """
     config = _SETTINGS.with_values(_SETTINGS.load(source), given)
     if 0 < (grace := config.stale.remove_checkpointed_after_seconds) < _DAY:
         raise ConfigError(
             f"stale.remove_checkpointed_after_seconds = {grace} would soon delete checkpoints that could be resumed; "
             f"set it to at least {_DAY} (one day), or to 0 to keep them"
+        )
+    if config.server.group and config.server.socket:
+        raise ConfigError(
+            f"server.socket = {config.server.socket!r} cannot be combined with server.group, because users would not "
+            "find the socket; remove one of them"
         )
     for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):
         for path in paths:

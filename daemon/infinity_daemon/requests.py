@@ -19,7 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from infinity.errors import BudgetError, ConfigError, InfinityError
@@ -32,7 +32,7 @@ from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.stale import StaleRun
 from infinity_daemon.stats_files import StatsFiles
-from infinity_daemon.users import may_name, owner_of
+from infinity_daemon.users import opened
 
 Answer = Mapping[str, object]
 
@@ -165,7 +165,7 @@ class Requests:
         }
 
     async def _bandwidth(self, owner: Owner, paths: Sequence[str]) -> Answer:
-        drives = {path: (await _place(owner, path)).drive for path in paths}
+        drives = {path: (await asyncio.to_thread(_place, owner, path)).drive for path in paths}
         self._used(drive.name for drive in drives.values())
         identities = {drive.identity for drive in drives.values()}
         together = self._profile.together(identities) if len(identities) > 1 else None
@@ -199,12 +199,8 @@ class Requests:
         return {"devices": sorted({drive.name for drive in drives.values()})}
 
     async def _reserve(self, owner: Owner, path: str, bytes: int, run_id: str) -> Answer:
-        place = await _place(owner, path)
-        # Without this check, a user could keep others off a drive to which the user has no access.
-        if not trusted(owner.uid) and await asyncio.to_thread(owner_of, path) != owner.uid:
-            raise ConfigError(f"{path!r} does not belong to user {user_name(owner.uid)}")
+        place, free = await asyncio.to_thread(_own_place, owner, path)
         self._used([place.drive.name])
-        free = (await asyncio.to_thread(space, place.path)).free
         self._reservations.expire(self._is_alive)
         remaining = self._reservations.reserve(owner, run_id, place, bytes, free)
         event(logging.INFO, "space.reserved", run=run_id, device=place.drive.name, bytes=bytes, pid=owner.pid)
@@ -216,7 +212,7 @@ class Requests:
         )  # by drive; usually empty, which avoids looking up the drives of the paths
         if not rates:
             return {"rates": {}}
-        drives = {path: (await _place(owner, path)).drive.name for path in paths}
+        drives = {path: (await asyncio.to_thread(_place, owner, path)).drive.name for path in paths}
         together = Counter(drives.values())  # paths on the same drive share its rate
         return {"rates": {path: rates[drive] / together[drive] for path, drive in drives.items() if drive in rates}}
 
@@ -235,11 +231,19 @@ def _folder(value: Any) -> str:
     return path
 
 
-async def _place(owner: Owner, path: str) -> Place:
+def _place(owner: Owner, path: str) -> Place:
     """Return the location of a path that the client may name. Raises `ConfigError` or `OSError`."""
-    if not await asyncio.to_thread(may_name, path, owner.uid):
-        raise ConfigError(f"{path!r} is not a folder that belongs to user {user_name(owner.uid)} or to root")
-    return await asyncio.to_thread(locate, path)
+    with opened(path, owner.uid) as folder:
+        return replace(locate(folder), path=path)
+
+
+def _own_place(owner: Owner, path: str) -> tuple[Place, int]:
+    """Return the location and the free space of a folder that belongs to the client's user.
+
+    Otherwise, a user could keep others off a drive to which the user has no access.
+    """
+    with opened(path, owner.uid, own=True) as folder:
+        return replace(locate(folder), path=path), space(folder).free
 
 
 def _parse(line: bytes) -> dict[str, Any]:

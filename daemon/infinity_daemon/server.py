@@ -129,7 +129,13 @@ class SocketServer:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: Owner) -> None:
-        if not self._users.admit(owner.uid):
+        try:
+            admitted = self._users.admit(owner.uid)
+        except OSError as error:
+            event(logging.WARNING, "client.folder", uid=owner.uid, reason=str(error))
+            await self._send(writer, {"error": f"cannot create the folder of user id {owner.uid}: {error.strerror}"})
+            return
+        if not admitted:
             event(logging.WARNING, "client.rejected", uid=owner.uid, pid=owner.pid)
             await self._send(writer, {"error": f"user id {owner.uid} is not permitted to use this daemon"})
             return
@@ -204,12 +210,8 @@ def _claim(path: Path) -> int:
 def _remove_stale(path: Path) -> None:
     """Remove a stale socket. Raises `FolderBusyError` if a process uses it, `ConfigError` if it is a different file."""
     try:
-        if path.is_symlink() and os.readlink(path) == f"../{SOCKET_NAME}":
-            raise FolderBusyError(
-                f"the infinityd of root in {str(path.parent.parent)!r} serves this user; for a second one, set "
-                "--runtime-dir"
-            )
-        if not stat.S_ISSOCK(path.lstat().st_mode):
+        link = path.is_symlink() and os.readlink(path) == f"../{SOCKET_NAME}"  # to the socket of root's daemon
+        if not link and not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{str(path)!r} exists and is not a socket; remove it or choose another --socket")
     except FileNotFoundError:
         return
@@ -217,11 +219,18 @@ def _remove_stale(path: Path) -> None:
         probe.settimeout(1)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            event(logging.INFO, "socket.stale", path=path)
-            return
         except OSError as error:
+            # The link is stale if root's daemon has stopped, or if it no longer permits this user to connect.
+            unserved = link and isinstance(error, FileNotFoundError | PermissionError)
+            if unserved or isinstance(error, ConnectionRefusedError):
+                path.unlink()
+                event(logging.INFO, "socket.stale", path=path)
+                return
             raise FolderBusyError(f"cannot determine whether socket {str(path)!r} is in use: {error}") from error
+        if link:
+            raise FolderBusyError(
+                f"the infinityd of root in {str(path.parent.parent)!r} serves this user; for a second one, set "
+                "--runtime-dir"
+            )
         pid, _ = peer_of(probe)
         raise FolderBusyError(f"socket {str(path)!r} is in use by another process (pid {pid})")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -65,6 +66,11 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
     users = Users(config.runtime_dir, config.server.group)
     _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
     users.open_folder()
+    if users.several:  # each user may have many connections
+        with contextlib.suppress(OSError, ValueError):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if soft != hard:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     await Daemon(config, token, _state_folder(config), users).serve(load)
 
 

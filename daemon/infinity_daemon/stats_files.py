@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,14 @@ from infinity.telemetry import Snapshot, StatsFileError, find_stats_files, read_
 from infinity.telemetry.stats_file import StatsHeader, Status, is_stats_file, remove_stats_file, run_exists
 from infinity.untrusted_files import trusted
 from infinity_daemon.log import event
-from infinity_daemon.users import Users, may_store
+from infinity_daemon.users import Users, may_name
 
 _MAX_FILES: Final = 1024
 _MAX_USER_FILES: Final = 128
 """Maximum number of stats files per user if several users have them."""
-_MAX_USER_PATHS: Final = 16
+_MAX_FILE_PATHS: Final = 16
+_MAX_USER_PATHS: Final = 64
+"""Maximum number of different paths per user, because the daemon accesses each of them."""
 _MAX_TEXT: Final = 128
 """Maximum length of a text that another user has written, such as the name of a run."""
 _DRAFT = re.compile(r"\..+\.stats\.\d+")
@@ -137,7 +140,8 @@ class StatsFiles:
             if (run_id, owners[run_id]) not in used:
                 owners[run_id] = snapshot.uid
         self._owners = owners
-        snapshots = [_reported(snapshot, owners) for snapshot in snapshots]
+        named: dict[int, dict[str, bool]] = {}
+        snapshots = [_reported(snapshot, owners, named.setdefault(snapshot.uid, {})) for snapshot in snapshots]
         self._gone_since, self._complained, self._expired = gone, complained, expired
         self._remove_drafts()
         names = ((_shown_id(owners, header.run_id, about.st_uid), header.rank) for about, header in expired.values())
@@ -145,12 +149,14 @@ class StatsFiles:
 
     def _remove_drafts(self) -> None:
         """Remove temporary files of ranks that were killed before they could rename them."""
-        for folder in (self._folder, *(folder for folder, _ in self._users.folders())):
+        for folder, uid in ((self._folder, None), *self._users.folders()):
             with contextlib.suppress(OSError):
                 for path in _entries(folder):
                     if _DRAFT.fullmatch(path.name):
                         about = path.stat(follow_symlinks=False)
-                        if time.time() - about.st_mtime >= self.keep["dead"]:
+                        own = trusted(about.st_uid) if uid is None else about.st_uid == uid
+                        old = time.time() - about.st_mtime >= self.keep["dead"]
+                        if own and old and stat.S_ISREG(about.st_mode):
                             _remove(path, about)
 
     def _files(self) -> Iterator[tuple[Path, int | None]]:
@@ -175,13 +181,20 @@ def _shown_id(owners: Mapping[str, int], run_id: str, uid: int) -> str:
     return run_id if owners.get(run_id, uid) == uid else f"{run_id}@{uid}"
 
 
-def _reported(snapshot: Snapshot, owners: Mapping[str, int]) -> Snapshot:
-    """Return a snapshot with its reported run id and, if another user wrote it, with shorter texts and fewer paths."""
+def _reported(snapshot: Snapshot, owners: Mapping[str, int], named: dict[str, bool]) -> Snapshot:
+    """Return a snapshot with its reported run id and, if another user wrote it, with shorter texts and fewer paths.
+
+    `named` contains the paths that this user's snapshots name, and whether the user may name them. It is filled.
+    """
     header, uid = snapshot.header, snapshot.uid
     run_id = _shown_id(owners, header.run_id, uid)
     if trusted(uid):
         return snapshot if run_id == header.run_id else replace(snapshot, header=replace(header, run_id=run_id))
-    paths = [path if may_store(path, uid) else "" for path in header.paths[:_MAX_USER_PATHS]]
+    paths = header.paths[:_MAX_FILE_PATHS]
+    for path in paths:
+        if path not in named and len(named) < _MAX_USER_PATHS:
+            named[path] = may_name(path, uid)
+    paths = tuple(path if named.get(path) else "" for path in paths)
     info = {name: value[:_MAX_TEXT] for name, value in header.info.items()}
     return replace(snapshot, header=replace(header, run_id=run_id, info={**info, "paths": json.dumps(paths)}))
 

@@ -13,19 +13,21 @@ import grp
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import lru_cache
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
-from infinity.untrusted_files import trusted
+from infinity.untrusted_files import trusted, user_name
 
 ALL: Final = "*"
 """Value of `server.group` that admits all users."""
 _MAX_PATH: Final = 512
 """Maximum length of a path that another user may name, so that a user cannot make responses arbitrarily long."""
+_MAX_LINKS: Final = 40
+"""Maximum number of links in such a path, as in the kernel."""
+_LOOK: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # neither follows links nor opens pipes and devices
 
 
 class Users:
@@ -74,7 +76,7 @@ class Users:
             if about.st_mode & 0o022 or about.st_uid:
                 raise ConfigError(
                     f"runtime folder {str(self._folder)!r} must be writable only by root if server.group is set; "
-                    "set a different --runtime-dir"
+                    "remove write access for other users (chmod 755)"
                 )
             self._folder.chmod(0o755)
         except OSError as error:
@@ -97,9 +99,9 @@ class Users:
         folder = self._folder / str(uid)
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        if folder.lstat().st_uid != uid or not uid:  # new, or the daemon was killed before it completed the folder
-            with suppress(FileExistsError):
-                os.symlink(f"../{SOCKET_NAME}", folder / SOCKET_NAME)  # clients find the socket in their own folder
+        with suppress(FileExistsError):  # it exists already, or the user runs a separate daemon
+            os.symlink(f"../{SOCKET_NAME}", folder / SOCKET_NAME)  # clients find the socket in their own folder
+        if folder.lstat().st_uid != uid:  # new, or the daemon was killed before it completed the folder
             os.chown(folder, uid, -1, follow_symlinks=False)
         return True
 
@@ -107,34 +109,100 @@ class Users:
         """Yield the users' folders and the ids of their users. [Note: several users]"""
         if not self.several:
             return
-        with suppress(OSError):
-            device = self._folder.lstat().st_dev
-            for name in sorted(os.listdir(self._folder)):
-                if name.isascii() and name.isdigit():
-                    folder = self._folder / name
+        try:
+            device, names = self._folder.lstat().st_dev, sorted(os.listdir(self._folder))
+        except OSError:
+            return
+        for name in names:
+            if name.isascii() and name.isdigit():
+                folder = self._folder / name
+                try:
                     about = folder.lstat()
-                    # A different device means that the user has mounted a file system there, which could block.
-                    if stat.S_ISDIR(about.st_mode) and about.st_uid == int(name) and about.st_dev == device:
-                        yield folder, about.st_uid
+                except OSError:  # for example a FUSE file system, which root cannot access
+                    continue
+                # A different device means that the user has mounted a file system there, which could block.
+                if stat.S_ISDIR(about.st_mode) and about.st_uid == int(name) and about.st_dev == device:
+                    yield folder, about.st_uid
+
+
+@contextmanager
+def opened(path: str, uid: int, *, own: bool = False) -> Iterator[str]:
+    """Open a folder about which a user may ask the daemon, and yield a path that always refers to this folder.
+
+    Root's daemon can access all folders, so without these checks, users could learn from its responses which files
+    exist in folders that they cannot read. The folder must belong to the user, or to root and be in folders that all
+    users can enter. The user cannot replace it with a link after the checks, because it remains open.
+
+    Args:
+        path: Absolute path of the folder.
+        uid: Id of the user. Trusted users may name any path, which is yielded as it is.
+        own: Reject a folder of root, too.
+
+    Raises:
+        ConfigError: if the folder does not exist or does not meet these conditions.
+    """
+    if trusted(uid):
+        yield path
+        return
+    try:
+        descriptor, owner = _open_as(path, uid)
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"{path!r} is not a folder that belongs to user {user_name(uid)} or to root, or not all users can enter it"
+        ) from None
+    try:
+        if own and owner != uid:
+            raise ConfigError(f"{path!r} does not belong to user {user_name(uid)}")
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def may_name(path: str, uid: int) -> bool:
-    """Return whether a user may ask the daemon about a path: a folder that belongs to the user or to root.
+    """Return whether a user may ask the daemon about a folder (see `opened`)."""
+    try:
+        with opened(path, uid):
+            return True
+    except ConfigError:
+        return False
 
-    Otherwise, users could learn from the responses of root's daemon which files exist in folders that they cannot read.
+
+def _open_as(path: str, uid: int) -> tuple[int, int]:
+    """Return the descriptor and the owner of a folder of a user or of root. Raises `OSError` or `ValueError`.
+
+    In a folder that not all users can enter, only folders of the user are accepted and links are not followed. Such a
+    folder may belong to a group of the user, or the user has no access to it.
     """
-    return trusted(uid) or owner_of(path) in (0, uid)
-
-
-def owner_of(path: str) -> int | None:
-    """Return the owner of a folder, or None if it does not exist, is not a folder or has a very long name."""
-    with suppress(OSError, ValueError):
-        about = os.stat(path) if len(path) <= _MAX_PATH else None
-        return about.st_uid if about is not None and stat.S_ISDIR(about.st_mode) else None
-    return None
-
-
-@lru_cache(maxsize=4096)
-def may_store(path: str, uid: int) -> bool:
-    """Return the cached result of `may_name`, so that a path is not accessed again and again."""
-    return may_name(path, uid)
+    if len(path) > _MAX_PATH or not path.startswith("/"):
+        raise ValueError(path)
+    names, links, hidden = path.split("/")[::-1], 0, False
+    descriptor = os.open("/", _LOOK)
+    try:
+        while names:
+            name = names.pop()
+            if name in ("", "."):
+                continue
+            about = os.fstat(descriptor)
+            hidden = hidden or not (about.st_uid == uid or about.st_mode & stat.S_IXOTH)
+            found = os.open(name, _LOOK, dir_fd=descriptor)
+            if stat.S_ISLNK(os.fstat(found).st_mode):
+                target = os.readlink("", dir_fd=found)
+                os.close(found)
+                links += 1
+                if hidden or links > _MAX_LINKS:
+                    raise PermissionError(path)
+                names += target.split("/")[::-1]
+                if not target.startswith("/"):
+                    continue  # relative to the folder that contains the link
+                found = os.open("/", _LOOK)
+            os.close(descriptor)
+            descriptor = found
+            if hidden and name == "..":
+                raise PermissionError(path)
+        about = os.fstat(descriptor)
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid not in ((uid,) if hidden else (0, uid)):
+            raise PermissionError(path)
+        return descriptor, about.st_uid
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,10 +29,17 @@ def with_resume_point(settings: Config, run_id: str, step: int) -> Config:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return a copy of the settings of an optimizer's param groups."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
     """Undo the changes that the constructor of a scheduler has made to the param groups since `settings_of`."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(value)  # a scheduler changes a tensor in place
+            else:
+                group[name] = value

@@ -98,22 +98,30 @@ class IgnoredParameters:
             self._kernel.switch_values([settings], own, "train")
         return self._kernel.initial_state(value.detach(), settings, own)
 
-    def replace_state(self, param: nn.Parameter, values: Mapping[str, Any]) -> None:
-        """Replace the state of a parameter with copies of `values`, which may be empty.
+    def check_state(self, param: nn.Parameter, values: Mapping[str, Any]) -> None:
+        """Check that `values` can replace the state of a parameter.
 
         Raises:
             ValueError: if the optimizer keeps a different state.
         """
+        initial = self._initial(param, param) if values else {}
+        expected, found = (
+            {key: tuple(value.shape) if isinstance(value, torch.Tensor) else () for key, value in state.items()}
+            for state in (initial, values)
+        )
+        if expected != found:
+            (name,) = (name for name, trained in self.trained.items() if trained is param)
+            raise ValueError(
+                f"the state dict has {found} for {name}, but this optimizer keeps {expected or 'no state'} for it. "
+                "Load the state of the same optimizer."
+            )
+
+    def replace_state(self, param: nn.Parameter, values: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter with copies of `values`, which `check_state` has accepted."""
         if not values:
             self._optimizer.state.pop(param, None)
             return
         initial = self._initial(param, param)
-        if values.keys() != initial.keys():
-            raise ValueError(
-                f"the state dict has {', '.join(sorted(values))} for a parameter of shape {tuple(param.shape)}, but "
-                f"this optimizer keeps {', '.join(sorted(initial)) or 'no state'} for it. Load the state of the same "
-                "optimizer."
-            )
         self._optimizer.state[param] = {key: in_place_of(initial[key], value) for key, value in values.items()}
 
     def state_bytes(self) -> int:
@@ -141,6 +149,8 @@ class IgnoredParameters:
         """
         here = {name: self._numbers[id(param)] for name, param in self.trained.items()}
         if different := sorted(here.items() ^ {(name, number) for name, (number, _) in saved.items()}):
-            raise ValueError(f"{different[0][0]} is in a different param group. Create the optimizer as it was then.")
+            raise ValueError(
+                f"{different[0][0]} is missing or in a different param group. Create the optimizer as it was then."
+            )
         self._optimizer.state.clear()
         self._optimizer.state.update({self.trained[name]: dict(state) for name, (_, state) in saved.items() if state})

@@ -85,6 +85,15 @@ class _FirstAssignments(dict[str, Any]):
         self.first.setdefault(key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
         super().__setitem__(key, value)
 
+    def update(self, *args: Any, **named: Any) -> None:
+        for key, value in dict(*args, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
 
 class UpdateKernel:
     """Run a copy of one optimizer on slices of parameters.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity import torch_private
+from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
@@ -22,6 +22,7 @@ from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer
 from infinity.optim.kernel import StateSpec
 from infinity.optim.optimizer_clone import copied
 from infinity.optim.step import StepRunner
+from infinity.optim.update_thread import telling
 
 NO_COPIES = (
     "an offloaded optimizer cannot be copied or pickled because its state is stored on NVMe; call "
@@ -176,6 +177,8 @@ class StateReader:
         shard = self._numbers.get(id(param), -1)
         if not (self._keeps_state(shard) if initial else self.has_state(param)):
             return StatesOfOne()
+        if not initial and shard not in self._runner.updates.scalars:  # created by the optimizer's constructor
+            self._begin(shard)
         kinds = self._specs[shard].kinds
         states = {kind: torch_private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
         return StatesOfOne({**states, **self._scalars(shard)})
@@ -223,12 +226,18 @@ class StateReader:
     def save(self, shard: int, kind: str, content: torch.Tensor) -> None:
         """Replace one state of a shard. If the shard was never updated, its other states become the initial ones."""
         self._runner.look(shard)
-        if shard not in self._runner.updates.scalars:
-            for other, _ in self._specs[shard].kinds:
-                if other != kind:
-                    self._shards.save_section(shard, other, self.load(shard, other))
-            self._runner.updates.scalars[shard] = self._scalars(shard)
-        self._shards.save_section(shard, kind, content)
+        with interrupts.held():
+            self._shards.save_section(shard, kind, content)
+            if shard not in self._runner.updates.scalars:
+                self._begin(shard, but=kind)
+
+    def _begin(self, shard: int, but: str = "") -> None:
+        """Write the initial state of a shard that was never updated, except for one of its tensors."""
+        for kind, _ in self._specs[shard].kinds:
+            if kind != but:
+                self._shards.save_section(shard, kind, self.load(shard, kind))
+        self._runner.updates.scalars[shard] = self._scalars(shard)
+        del self._initial[shard]
 
     def load_state_dict(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Replace the states of all parameters. See `PagedOptimizer.load_state_dict`.
@@ -257,13 +266,13 @@ class StateReader:
             self._check_loadable(shard, values)
         for param, values in found:
             if param in ignored:
-                ignored.replace_state(param, values)
-        for shard, values in saved.items():
-            if values:
+                ignored.check_state(param, values)
+        with telling(self._shards.fail):  # afterwards, some parameters would have new states and others the old ones
+            for param, values in found:
+                if param in ignored:
+                    ignored.replace_state(param, values)
+            for shard, values in saved.items():
                 self._replace(shard, values)
-            elif shard in self._specs:
-                self._runner.look(shard)
-                self._runner.updates.scalars.pop(shard, None)
 
     def _check_loadable(self, shard: int, values: Mapping[str, Any]) -> None:
         spec, name = self._specs.get(shard), self._layout.shards[shard].spec.name
@@ -283,12 +292,27 @@ class StateReader:
                 )
 
     def _replace(self, shard: int, values: Mapping[str, Any]) -> None:
+        if shard not in self._specs:
+            return
+        self._runner.look(shard)
+        scalars, spec = self._runner.updates.scalars, self._specs[shard]
+        if not values:
+            scalars.pop(shard, None)
+            return
         states = self.state_of(self._params[shard], initial=True)
-        with torch.no_grad():
-            for kind, _ in self._specs[shard].kinds:
+        same = all(self._is_stored(values[kind], shard, kind) for kind, _ in spec.kinds)
+        if spec.kinds and same and shard not in scalars:
+            return  # never updated, before and after
+        with interrupts.held(), torch.no_grad():
+            for kind, _ in spec.kinds:
                 states[kind].copy_(values[kind])  # does nothing if torch.distributed.checkpoint has loaded it in place
-        scalars = {key: copied(values[key]) for key in self._specs[shard].scalars}
-        self._runner.updates.scalars[shard] = scalars
+            scalars[shard] = {key: copied(values[key]) for key in spec.scalars}
+
+    def _is_stored(self, value: torch.Tensor, shard: int, kind: str) -> bool:
+        """Return whether a tensor is the stored state itself, and not a copy."""
+        local = torch_private.local_part(value)
+        handle = local.handle if isinstance(local, PagedTensor) else None
+        return isinstance(handle, StateHandle) and (handle.reader, handle.shard, handle.kind) == (self, shard, kind)
 
     def read(self, name: str) -> dict[str, Any]:
         """Return this rank's master weights and states of one parameter. See `PagedOptimizer.read_state`.

@@ -29,6 +29,7 @@ from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_
 from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
+from infinity.optim.update_thread import telling
 from infinity.run.checkpointing import Checkpointer
 from infinity.run.live_state import LiveSaves
 from infinity.run.run import Run
@@ -161,7 +162,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             ignored.prepare()
             record = runner.step()
             if not skips:
-                ignored.step()
+                with telling(self._run.pager.fail):
+                    ignored.step()
         if record is not None:
             if rate is not None:
                 self._run.ledger.learned_at(float(rate))
@@ -219,7 +221,9 @@ class PagedOptimizer(torch.optim.Optimizer):
                 total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
                 norm = total.full_tensor() if isinstance(total, DTensor) else total
                 if ignored := list(self._own.ignored.trained.values()):
-                    total = norm = self._with_norm_of(ignored, norm, norm_type, error_if_nonfinite)
+                    total = norm = self._with_norm_of(ignored, norm, norm_type)
+                    if error_if_nonfinite and not norm.isfinite():
+                        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
                     torch.nn.utils.clip_grads_with_norm_(ignored, max_norm, total)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         ledger.clipped(value := norm.item())
@@ -227,16 +231,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._runner.skip()
         return norm
 
-    def _with_norm_of(
-        self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
+    def _with_norm_of(self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the total norm of the sharded gradients, whose norm is `norm`, and those of ignored parameters.
 
         FSDP2 does not reduce the latter. If they differ between ranks, their largest norm counts, so that all ranks
         scale the sharded gradients by the same factor.
         """
         grads = [param.grad for param in ignored if param.grad is not None]
-        own = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite).to(norm)
+        own = torch.nn.utils.get_total_norm(grads, norm_type).to(norm)
         own = torch.stack([own.new_tensor(value) for value in self._run.ranks.collect(own.item())]).max()
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, own]), norm_type)
         return total
@@ -293,10 +295,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             InfinityError: if gradients are pending (call it after `step`).
         """
         self.check_between("load_state_dict")
+        before, after = torch_private.load_state_dict_hooks(self)
+        for hook in before:
+            state_dict = hook(self, state_dict) or state_dict
         saved = state_dict["param_groups"]
         self._reader.load_state_dict(saved, state_dict["state"])
         for group, settings in zip(self._base_optimizer.param_groups, saved, strict=True):
-            group.update({key: copy.copy(value) for key, value in settings.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in settings.items() if key != "params"})
+        for hook in after:
+            hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raise `UnsupportedError`, because a copy would share the run."""
@@ -410,8 +417,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Args:
             folder: destination; a new or empty folder.
             dtype: dtype in which floating-point weights are saved. By default, the dtype in which they are trained.
-            file_bytes: maximum size of the weights per file, in bytes or as a string such as ``"1GiB"``. config:
-                contents of config.json. By default, the model's config, if it is a transformers model.
+            file_bytes: maximum size of the weights per file, in bytes or as a string such as ``"1GiB"``.
+            config: contents of config.json. By default, the model's config, if it is a transformers model.
             companions: folder from which the tokenizer, generation_config.json and similar files are copied. By
                 default, the `weights` folder that the run started from.
 

@@ -182,10 +182,13 @@ class DcpFolder(FirstValues):
                 name, _, kind = key.removeprefix(prefix).rpartition(".")
                 saved.setdefault(name, {})[kind] = key
         kernel, matched = make_kernel(optimizer), {}
+        without: list[str] = []
         trained = [(param, group) for group in optimizer.param_groups for param in group["params"]]
         for param, group in trained:
             name = names[id(param)]
             if not param.requires_grad or name not in saved:
+                if param.requires_grad and param.ndim and kernel.discover(param, group).kinds:
+                    without.append(name)
                 continue
             if not param.ndim:  # not sharded, so `load_state_dict` checks its state
                 matched[name] = saved[name]
@@ -199,6 +202,12 @@ class DcpFolder(FirstValues):
             for kind, dtype_name in spec.kinds:
                 self._check_tensor(found[kind], param.shape, torch_dtype(dtype_name), convert=False)
             matched[name] = found
+        if without and saved:
+            _log.warning(
+                "%s has no optimizer state for %d of the trained parameters, for example %s. Their state starts from "
+                "the initial one.",
+                self._folder, len(without), without[0],
+            )  # fmt: skip
         return matched
 
     # Weights and buffers #

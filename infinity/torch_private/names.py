@@ -485,6 +485,12 @@ def is_bookkeeping(name: str, value: Any) -> bool:
     )
 
 
+def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """Return the hooks that run before and after `load_state_dict` of an optimizer."""
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    return list(before.values()), list(after.values())
+
+
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a learning rate scheduler was created for an optimizer."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity import config
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
@@ -272,7 +273,9 @@ def test_only_root_reads_stats_files_of_other_users(tmp_path):
 
 
 def test_runtime_folder_precedence(tmp_path, monkeypatch):
-    """Use XDG_RUNTIME_DIR if only the user has access to it, and a folder in the temporary folder otherwise."""
+    """Use NODE_FOLDER or XDG_RUNTIME_DIR if only the user has access, and a temporary folder otherwise."""
+    node = tmp_path / "node"
+    monkeypatch.setattr(config, "NODE_FOLDER", node)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"infinity-{os.geteuid()}"
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -289,3 +292,11 @@ def test_runtime_folder_precedence(tmp_path, monkeypatch):
     assert runtime_dir(TelemetryConfig()) == own
     make_stats(own)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    session.chmod(0o700)
+    node.mkdir(mode=0o700)
+    assert runtime_dir(TelemetryConfig()) == node
+    (node / str(os.geteuid())).mkdir(mode=0o700)
+    assert runtime_dir(TelemetryConfig()) == node / str(os.geteuid())
+    node.chmod(0o777)
+    (node / str(os.geteuid())).rmdir()
+    assert runtime_dir(TelemetryConfig()) == session / "infinity"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 import json
 import math
 import threading
@@ -206,7 +207,7 @@ def test_live_runs_are_first_and_the_number_is_limited():
 
 
 def test_newer_runs_are_first_even_if_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats.time, "time", iter(range(100, 0, -1)).__next__)
+    monkeypatch.setattr(stats.time, "time", itertools.count(1e6, -1).__next__)
     ranks = [CountedRank(None, run=f"20260131-00000{index}-000000") for index in range(3)]
     found = look(Runs(lambda path: None), ranks, 0.0)
     assert [run["id"][14] for run in found] == ["2", "1", "0"]

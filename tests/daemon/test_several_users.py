@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
+import select
 import shutil
 import socket
 import stat
@@ -25,7 +28,7 @@ from infinity.telemetry import Stats
 from infinity_daemon import reservations, server
 from infinity_daemon.daemon_config import load_daemon_config
 from infinity_daemon.stats_files import StatsFiles
-from infinity_daemon.users import ALL, Users
+from infinity_daemon.users import ALL, Users, may_name, opened
 from support.daemon_process import client, daemon, get, start_second, talk, until
 
 ALICE, BOB, GROUP = 65_001, 65_002, 65_003
@@ -103,8 +106,12 @@ def test_status_shows_the_runs_and_reservations_of_all_users(node: Path) -> None
                 ("run-of-alice", "model of alice", str(ALICE), 7), ("run-of-bob", "model of bob", str(BOB), 7)
             ]  # fmt: skip
             assert {path["path"] for path in status["paths"]} == {str(node / "alice"), str(node / "bob")}
-            state = as_user(uid, lambda: NodeDaemon(runtime_dir(TelemetryConfig())).ask("state"))
-            assert {run["user"] for run in state.get("runs", ())} <= {str(ALICE), str(BOB)}
+
+            def users() -> list[str]:
+                state = NodeDaemon(runtime_dir(TelemetryConfig())).ask("state")
+                return sorted({run["user"] for run in state.get("runs", ())})
+
+            until(lambda users=users, uid=uid: as_user(uid, users) == [str(ALICE), str(BOB)])
         assert f'user="{BOB}"' in get(process.port, "/metrics")
 
         def reserve() -> list[object]:
@@ -159,6 +166,72 @@ def test_responses_do_not_reveal_which_files_exist(node: Path) -> None:
     assert paths == []
 
 
+def test_a_folder_counts_as_it_is_when_the_daemon_accesses_it(node: Path) -> None:
+    """Links to folders that a user may name are followed, but not in or into private folders of others."""
+    for path in (node / "bob/secret", node / "bob/of-root", node / "team/alice"):
+        path.mkdir(parents=True)
+    os.chown(node / "bob/secret", BOB, BOB)
+    os.chown(node / "team/alice", ALICE, ALICE)
+    (node / "team").chmod(0o770)  # a folder of a group
+    (node / "bob/link").symlink_to(node / "alice")
+    (node / "alice/runs").mkdir()
+    os.chown(node / "alice/runs", ALICE, ALICE)
+    (node / "alice/link").symlink_to("../alice/runs")
+    (node / "alice/loop").symlink_to("loop")
+    for name in ("alice", "alice/link", "team", "team/alice"):
+        assert may_name(f"{node}/{name}", ALICE), name
+    for name in ("alice/loop", "bob/secret", "bob/of-root", "bob/link", "bob/secret/../../alice"):
+        assert not may_name(f"{node}/{name}", ALICE), name
+    assert not may_name("alice", ALICE)
+
+    users = Users(node / "run", ALL)
+    users.admit(ALICE)
+    stats_files = StatsFiles(node / "run", 900, 900, users)
+    as_user(ALICE, lambda: start_rank("r", node / "alice/runs", close=True))
+    assert stats_files.scan().snapshots[0].header.paths == (str(node / "alice/runs"),)
+    (node / "alice/runs").rmdir()
+    (node / "alice/runs").symlink_to(node / "bob/secret")
+    assert stats_files.scan().snapshots[0].header.paths == ("",)
+
+    with opened(str(node / "alice"), ALICE, own=True) as folder:
+        (node / "alice").rename(node / "moved")
+        (node / "alice").symlink_to("/proc")
+        assert locate(folder).file_system == (node / "moved").stat().st_dev
+    with pytest.raises(ConfigError, match="is not a folder"), opened(str(node / "alice/missing"), ALICE):
+        pass
+
+
+def test_an_inaccessible_folder_of_a_user_does_not_hide_other_users(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root cannot access a FUSE file system that a user has mounted."""
+    users = Users(node / "run", ALL)
+    for uid in (ALICE, BOB):
+        users.admit(uid)
+    original = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.name == str(ALICE):
+            raise PermissionError(path)
+        return original(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert [uid for _, uid in users.folders()] == [BOB]
+
+
+def test_a_user_without_a_folder_is_logged_and_gets_an_error(node: Path) -> None:
+    (node / "run" / str(ALICE)).write_text("")
+    with daemon(node / "run", "--group", ALL) as process:
+
+        def connect() -> str:
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(node / "run" / SOCKET_NAME))
+                return peer.recv(1 << 16).decode()
+
+        assert f"cannot create the folder of user id {ALICE}" in as_user(ALICE, connect)
+        assert re.search(f"WARNING client.folder uid={ALICE} reason=.*Not a directory", process.log.read_text())
+
+
 def test_a_user_cannot_record_bandwidth(node: Path) -> None:
     """The profile of a drive affects all runs on it."""
     with daemon(node / "run", "--group", ALL):
@@ -176,6 +249,7 @@ def plant(folder: Path, victim: Path) -> None:
     os.mkfifo(folder / name(3))
     (folder / name(4)).mkdir()
     (folder / name(5)).write_bytes(b"INFSTATS" + b"\xff" * 99)
+    (folder / ".x8.rank0.stats.1").write_bytes(b"")
     (folder / ".x6.rank0.stats.1").symlink_to(victim)
     (folder / ".x7.rank0.stats.1").symlink_to(victim.parent)
     (folder / "nested").symlink_to(victim.parent)
@@ -193,8 +267,13 @@ def test_planted_links_make_root_neither_read_nor_remove_files(node: Path) -> No
         as_user(ALICE, lambda: plant(folder, victim))
         shutil.copy(victim, folder / victim.name)  # a file of root in alice's folder
         until(lambda: talk(node / "run", {"op": "status"})[0]["broken_stats_files"] == 6)
+        foreign = folder / ".x9.rank0.stats.1"  # a temporary file of root in alice's folder
+        foreign.write_bytes(b"")
+        os.utime(foreign, (0, 0))
+        until(lambda: not (folder / ".x8.rank0.stats.1").exists())
         status = talk(node / "run", {"op": "status"})[0]
         assert status["ranks"] == []
+        assert foreign.exists()
         assert "victim" not in get(process.port, "/metrics")
         assert as_user(BOB, lambda: bool(ask("status")["ok"]))
         assert "Traceback" not in process.log.read_text()
@@ -258,6 +337,12 @@ def test_one_user_cannot_exhaust_the_limits_of_others(node: Path, monkeypatch: p
     found = StatsFiles(node / "run", 900, 900, users).scan().snapshots
     assert [one.header.run_id for one in found] == ["r0", "r1", "r2", "bobs"]
     assert {len(one.header.paths) for one in found[:3]} == {16}
+    monkeypatch.setattr("infinity_daemon.stats_files._MAX_USER_PATHS", 1)
+    (node / "alice/other").mkdir()
+    os.chown(node / "alice/other", ALICE, ALICE)
+    as_user(ALICE, lambda: start_rank("r0", node / "alice", node / "alice/other", node / "alice", close=True))
+    limited = StatsFiles(node / "run", 900, 900, users).scan().snapshots
+    assert limited[0].header.paths == (str(node / "alice"), "", str(node / "alice"))
     assert {len(one.header.name) for one in found[:3]} == {128}
     monkeypatch.setattr(reservations, "_MAX_RESERVATIONS", 1)
     held, place = reservations.Reservations(), locate(str(node))
@@ -271,25 +356,34 @@ def test_connections_of_one_user_do_not_keep_out_another_user(node: Path) -> Non
     def occupy() -> bool:
         folder = runtime_dir(TelemetryConfig())
         peers = [client(folder) for _ in range(server.MAX_CLIENTS + 1)]
-        full = b"too many clients" in peers[-1].recv(1 << 16)
-        return full and as_root_asks()
-
-    def as_root_asks() -> bool:
-        os.write(occupied, b"x")  # the test now connects as another user
-        return os.read(released, 1) == b"x"
+        try:
+            return b"too many clients" in peers[-1].recv(1 << 16)
+        finally:  # keep the connections while the test connects as another user
+            os.write(occupied, b"x")
+            os.read(released, 1)
 
     waiting, occupied = os.pipe()
     released, releasing = os.pipe()
     with daemon(node / "run", "--group", ALL), ThreadPoolExecutor(1) as pool:
         found = pool.submit(as_user, ALICE, occupy)
-        assert os.read(waiting, 1) == b"x"
         try:
+            assert select.select([waiting], [], [], 300)[0]
             assert as_user(BOB, lambda: ask("status")["ok"])
         finally:
             os.write(releasing, b"x")
         assert found.result(300)
     for descriptor in (waiting, occupied, released, releasing):
         os.close(descriptor)
+
+
+def test_a_daemon_for_several_users_raises_its_limit_of_open_files(node: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        with daemon(node / "run", "--group", ALL) as process:
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_group_restricts_who_may_connect(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +420,8 @@ def test_a_daemon_for_several_users_needs_root_and_a_private_runtime_folder(node
     (node / "run").chmod(0o1777)
     assert "must be writable only by root" in start_second(node / "run", "--port", "0", "--group", ALL).stderr
     assert load_daemon_config(None, {"server.group": ALL}).runtime_dir == Path("/run/infinity")
+    with pytest.raises(ConfigError, match="users would not find the socket"):
+        load_daemon_config(None, {"server.group": ALL, "server.socket": "/run/other.sock"})
 
 
 def test_the_own_daemon_of_a_user_does_not_replace_the_daemon_of_root(node: Path) -> None:
@@ -339,6 +435,12 @@ def test_the_own_daemon_of_a_user_does_not_replace_the_daemon_of_root(node: Path
             return ""
 
         assert "the infinityd of root" in as_user(ALICE, start)
+    socket_path = node / f"run/{ALICE}" / SOCKET_NAME
+    assert socket_path.is_symlink()
+    assert as_user(ALICE, start) == ""  # root's daemon has stopped
+    assert not socket_path.is_symlink()
+    with daemon(node / "run", "--group", ALL):
+        assert as_user(ALICE, lambda: bool(ask("status")["ok"]))  # root's daemon is back
 
 
 def test_users_without_a_daemon_for_several_users_keep_their_folder(node: Path) -> None:
@@ -346,3 +448,5 @@ def test_users_without_a_daemon_for_several_users_keep_their_folder(node: Path) 
     with daemon(node / "run"):
         assert as_user(ALICE, lambda: str(runtime_dir(TelemetryConfig()))) == str(node / f"infinity-{ALICE}")
         assert not (node / f"run/{ALICE}").exists()
+    (node / "run").chmod(0o700)
+    assert as_user(ALICE, lambda: str(runtime_dir(TelemetryConfig()))) == str(node / f"infinity-{ALICE}")

@@ -782,3 +782,11 @@ def test_state_is_initialized_before_the_first_forward(model: nn.Module) -> None
     assert {state._is_root for state in states} == {None}
     torch_private.initialize_state(model)
     assert [state._is_root for state in states] == [True, False, False, False]
+
+
+def test_hooks_of_load_state_dict_are_found() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert torch_private.load_state_dict_hooks(optimizer) == ([], [])
+    optimizer.register_load_state_dict_pre_hook(print)
+    optimizer.register_load_state_dict_post_hook(repr)
+    assert torch_private.load_state_dict_hooks(optimizer) == ([print], [repr])

@@ -207,6 +207,41 @@ def test_initial_states_are_those_of_the_first_update(optimizer: str, tmp_path: 
     assert differences(*outcomes) == []
 
 
+def test_own_state_dict_leaves_parameters_without_updates_as_they_are(tmp_path: Path) -> None:
+    """With dampening, the first update of a parameter differs from the others."""
+    recipe = Recipe(model="toy", optimizer="sgd_dampened")
+    outcomes = []
+    for setup in SETUPS:
+        with SETUPS[setup](recipe, 0, tmp_path) as (model, optimizer):
+            if setup == "nvme":
+                optimizer.load_state_dict(optimizer.state_dict())
+            outcomes.append(trained(recipe, model, optimizer))
+    assert differences(*outcomes) == []
+
+
+def test_initial_state_is_not_affected_by_a_state_that_was_loaded(tmp_path: Path) -> None:
+    recipe = Recipe(model="toy")
+    (tmp_path / "new").mkdir()
+    save(recipe, "nvme", str(tmp_path))
+    with on_nvme(recipe, 99, tmp_path / "new") as (model, optimizer):
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optim": state}, checkpoint_id=tmp_path / "saved")
+        assert optimizer.state_dict()["state"][0]["step"] == HALF
+        empty = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(empty)
+        assert optimizer.state_dict()["state"][0]["step"] == 0
+
+
+def test_hooks_of_load_state_dict_run(tmp_path: Path) -> None:
+    with on_nvme(Recipe(model="toy"), 0, tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        called: list[str] = []
+        optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert called == ["before", "after"]
+
+
 # Memory and traffic #
 
 

@@ -60,14 +60,9 @@ def test_cores_are_divided_by_cpu_affinity(of_node: list[range], limit: float, e
     assert share_of_cores(sets[0], sets, limit) == expected
 
 
-def test_plan_uses_the_update_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+def test_plan_reserves_update_cores_from_the_cores_of_a_rank() -> None:
     line = "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB --no-changes --json"
-    for gpu, ranks, expected in (
-        ("h100", 1, "on 8 reserved cores"),
-        ("h100", 2, "on 5 reserved cores"),
-        ("h100", 8, "on 1 reserved core"),
-    ):
-        given = f"--nvme-bandwidth 7e9/5e9 --gpu {gpu} --ranks {ranks} --batch-tokens 8192"
+    for cores, expected in ((16, "on 8 reserved cores"), (8, "on 5 reserved cores"), (2, "on 1 reserved core")):
+        given = f"--nvme-bandwidth 7e9/5e9 --gpu h100 --cores {cores} --batch-tokens 8192"
         found = json.loads(run_here(*line.split(), *given.split()).output)
         assert any(expected in assumed for assumed in found["assumptions"]), found["assumptions"]

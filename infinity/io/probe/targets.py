@@ -6,6 +6,7 @@ A file is unlinked as soon as it is open, so no file is left behind even after a
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -163,7 +164,7 @@ def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def left_over(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of measurements that were killed between creating and unlinking them.
+    """Return this user's files of measurements that were killed between creating and unlinking them.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -171,7 +172,9 @@ def left_over(folder: str | os.PathLike[str]) -> list[Path]:
     found = []
     for path in Path(folder).iterdir():
         with suppress(OSError):  # already removed
-            if path.name.startswith(PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
+            about = path.lstat()
+            own = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            if own and path.name.startswith(PREFIX) and time.time() - about.st_mtime >= _OLD_SECONDS:
                 found.append(path)
     return found
 
