@@ -227,7 +227,7 @@ def test_run_option_selects_by_id_prefix(runtime: Path, tmp_path: Path) -> None:
     missing = run_here(*command, "--run", "nothing")
     assert missing.status == 2
     assert missing.errors.startswith("error: --run 'nothing' ")
-    assert missing.errors.endswith("runs: other, run-1\n")
+    assert missing.errors.endswith("runs: run-1, other\n")
     assert not missing.output
 
 
