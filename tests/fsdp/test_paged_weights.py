@@ -358,7 +358,7 @@ def test_saved_states_load_without_infinity(tmp_path: Path) -> None:
         torch.save(paged.state_dict(), tmp_path / "state.pt")
         save_file({n: v.full_tensor().clone() for n, v in paged.state_dict().items()}, tmp_path / "state.safetensors")
         expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained\(folder\)"):
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained"):
             save_file({name: value.to_local() for name, value in paged.state_dict().items()}, tmp_path / "no")
     pickled = torch.load(tmp_path / "state.pt", weights_only=False)
     assert all(torch.equal(pickled[name].full_tensor(), value) for name, value in expected.items())
@@ -392,7 +392,7 @@ def test_model_save_pretrained_requires_a_copy(tmp_path: Path) -> None:
     """On one rank, a full tensor is the weight itself, as in memory; a copy can be saved."""
     with offloaded(Recipe(model="llama"), LEAST, tmp_path) as (model, _):
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained\(folder\)"):
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained"):
             model.save_pretrained(tmp_path / "saved", state_dict=full)
         expected = {name: value.clone() for name, value in full.items()}
         model.save_pretrained(tmp_path / "saved", state_dict=expected)
@@ -407,7 +407,7 @@ def test_loading_all_shards_beyond_the_limit_raises(tmp_path: Path, monkeypatch:
         for name, param in paged.named_parameters():
             assert local(param).numel(), name
         for save in (lambda: unpickled(paged.state_dict()), lambda: copy.deepcopy(paged.state_dict())):
-            with pytest.raises(UnsupportedError, match=r"already loaded.*limit.*optimizer\.save_pretrained\(folder\)"):
+            with pytest.raises(UnsupportedError, match=r"already loaded.*limit.*optimizer\.save_pretrained"):
                 save()
         for name, param in paged.named_parameters():
             assert local(param).numel(), name
