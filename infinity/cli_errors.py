@@ -98,7 +98,7 @@ class Commands(TyperGroup):
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return what is written in place of the characters that an encoding lacks. An error handler of `codecs`."""
+    """Return the replacement for a character that an encoding lacks, as an error handler of `codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start]

@@ -112,7 +112,7 @@ def export_dcp(
 ) -> list[Path]:
     """Write a folder that plain FSDP2 loads with `dcp.load` and `set_state_dict`.
 
-    Its keys are those of `dcp.save({"model": …, "optim": …})` with the results of `get_state_dict(model, optimizer)`.
+    It has the same keys as `dcp.save({"model": …, "optim": …})` with the results of `get_state_dict(model, optimizer)`.
     Every tensor is in a separate file, and peak memory is one tensor. Every file is read back, and its checksums are
     verified. The folder only appears under its name when all files are durable.
 
@@ -142,13 +142,23 @@ def export_dcp(
                 if _is_damaged(file):
                     raise ConfigError(f"{file} differs from the data that was written; check the drive")
         except CheckpointException as failure:
-            ((error, _),) = failure.failures.values()
-            if isinstance(error, InfinityError) or not isinstance(error, Exception):
-                raise error from None
+            error = only_error(failure)
             raise ConfigError(f"{folder} cannot be written: {_reason(error)}") from error
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {_reason(error)}") from error
         return sorted(folder / file.name for file in partial.iterdir())
+
+
+def only_error(failure: CheckpointException) -> Exception:
+    """Return the error of a save or load without process group.
+
+    Raises:
+        InfinityError: the error itself, if it is one. Interrupts are raised, too.
+    """
+    ((error, _),) = failure.failures.values()
+    if isinstance(error, InfinityError) or not isinstance(error, Exception):
+        raise error from None
+    return error
 
 
 def _is_damaged(file: Path) -> bool:

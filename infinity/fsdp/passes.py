@@ -89,7 +89,7 @@ class Passes:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last backward ended with an exception, and FSDP2 has not been reset."""
+        """``True`` if the last backward ended with an exception, and FSDP2 has not been reset."""
         return not torch_private.in_backward() and torch_private.backward_is_unfinished(self._states)
 
     def check(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config
+from infinity.optim import optimizer_clone
 from infinity.store.marker import look_for_runs
 
 
@@ -29,10 +29,7 @@ def with_resume_point(settings: Config, run_id: str, step: int) -> Config:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return a copy of the settings of an optimizer's param groups."""
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    return [optimizer_clone.settings_of(group) for group in optimizer.param_groups]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:

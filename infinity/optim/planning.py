@@ -14,7 +14,7 @@ from infinity.content.layout import Layout
 from infinity.errors import InfinityError
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan, predict_seconds, prepend
-from infinity.schedule.schedule_choice import choose_plan, resolve_schedule
+from infinity.schedule.schedule_choice import choose_simulation, resolve_schedule
 from infinity.schedule.trace import Event
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
 from infinity.telemetry.ledger import Ledger
@@ -122,11 +122,12 @@ class StepPlanner:
                     'or every FSDP module has several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
         if events != self.events:
-            self.update_schedule, plan = choose_plan(
+            self.update_schedule, simulation = choose_simulation(
                 self.schedule, events, self._layout, self._cache_slots,
                 threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
                 exchanges=self._exchanges,
             )  # fmt: skip
+            plan = simulation.plan
             if plan.stores_gradients:
                 self._pager.reserve_space(plan)  # before any update, because this fails if space is short
             self._plans = {"pending": plan}

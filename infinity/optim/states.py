@@ -131,7 +131,7 @@ class StateReader:
                 shard = self._numbers.get(id(param), -1)
                 if shard >= 0 and layout.shards[shard].spec.trainable:
                     self._specs[shard] = base_optimizer.kernel.discover(param, group)
-        # Scalar states of shards that were never updated, which become the current ones when the state is written.
+        # Initial states, by shard, of a single weight. The scalars become current when a state of the shard is written.
         self._initial: dict[int, dict[str, Any]] = {}
 
     def updated_parameters(self) -> list[nn.Parameter]:
@@ -192,15 +192,16 @@ class StateReader:
         current = self._runner.updates.scalars.get(shard)
         if current is not None:
             return current
-        if shard not in self._initial:
-            created = self._sample(shard)
-            self._initial[shard] = {key: created[key] for key in self._specs[shard].scalars if key in created}
-        return self._initial[shard]
+        initial = self._sample(shard)
+        return {key: initial[key] for key in self._specs[shard].scalars if key in initial}
 
     def _sample(self, shard: int) -> dict[str, Any]:
         """Return the state that the optimizer creates for a single weight of 1."""
-        param = self._params[shard]
-        return self._created(shard, torch.ones((1,) * param.ndim, dtype=param.dtype, device=param.device))
+        if shard not in self._initial:
+            param = self._params[shard]
+            sample = torch.ones((1,) * param.ndim, dtype=param.dtype, device=param.device)
+            self._initial[shard] = self._created(shard, sample)
+        return self._initial[shard]
 
     def _created(self, shard: int, master: torch.Tensor) -> dict[str, Any]:
         """Return the state that the optimizer creates for a shard with the weights `master`."""
@@ -300,19 +301,13 @@ class StateReader:
             scalars.pop(shard, None)
             return
         states = self.state_of(self._params[shard], initial=True)
-        same = all(self._is_stored(values[kind], shard, kind) for kind, _ in spec.kinds)
-        if spec.kinds and same and shard not in scalars:
+        stored = all(_have_same_elements(values[kind], states[kind]) for kind, _ in spec.kinds)
+        if spec.kinds and stored and shard not in scalars:
             return  # never updated, before and after
         with interrupts.held(), torch.no_grad():
             for kind, _ in spec.kinds:
                 states[kind].copy_(values[kind])  # does nothing if torch.distributed.checkpoint has loaded it in place
             scalars[shard] = {key: copied(values[key]) for key in spec.scalars}
-
-    def _is_stored(self, value: torch.Tensor, shard: int, kind: str) -> bool:
-        """Return whether a tensor is the stored state itself, and not a copy."""
-        local = torch_private.local_part(value)
-        handle = local.handle if isinstance(local, PagedTensor) else None
-        return isinstance(handle, StateHandle) and (handle.reader, handle.shard, handle.kind) == (self, shard, kind)
 
     def read(self, name: str) -> dict[str, Any]:
         """Return this rank's master weights and states of one parameter. See `PagedOptimizer.read_state`.
@@ -328,6 +323,12 @@ class StateReader:
             raise InfinityError(f"the model has no trained parameter named {name!r}")
         values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
+
+
+def _have_same_elements(value: torch.Tensor, state: torch.Tensor) -> bool:
+    """Return whether both tensors refer to the same stored elements."""
+    one, other = torch_private.local_part(value), torch_private.local_part(state)
+    return isinstance(one, PagedTensor) and isinstance(other, PagedTensor) and one.handle == other.handle
 
 
 def _sharded_alike(value: torch.Tensor, param: torch.Tensor) -> bool:

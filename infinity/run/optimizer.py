@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import math
@@ -27,6 +26,7 @@ from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_si
 from infinity.fsdp.passes import Passes
 from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group
 from infinity.optim.kernel import MODES
+from infinity.optim.optimizer_clone import in_place_of
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
 from infinity.optim.update_thread import telling
@@ -232,7 +232,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return norm
 
     def _with_norm_of(self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the total norm of the sharded gradients, whose norm is `norm`, and those of ignored parameters.
+        """Return the total norm of the sharded gradients, whose norm is `norm`, and the gradients of ignored parameters.
 
         FSDP2 does not reduce the latter. If they differ between ranks, their largest norm counts, so that all ranks
         scale the sharded gradients by the same factor.
@@ -301,7 +301,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         self._reader.load_state_dict(saved, state_dict["state"])
         for group, settings in zip(self._base_optimizer.param_groups, saved, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in settings.items() if key != "params"})
+            group.update(
+                {key: in_place_of(group.get(key), value) for key, value in settings.items() if key != "params"}
+            )
         for hook in after:
             hook(self)
 

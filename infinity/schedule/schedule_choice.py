@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infinity.content.layout import Layout
-from infinity.schedule.planner import Plan, Simulation, make_simulation, preferred
+from infinity.schedule.planner import Simulation, make_simulation, preferred
 from infinity.schedule.tier import with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
@@ -31,7 +31,7 @@ def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False
     return "after_backward" if exchanges else "in_forward"
 
 
-def choose_plan(
+def choose_simulation(
     name: str,
     events: Sequence[Event],
     layout: Layout,
@@ -41,8 +41,8 @@ def choose_plan(
     device_bytes: int = 0,
     update_on_device: bool = False,
     exchanges: bool = False,
-) -> tuple[UpdateSchedule, Plan]:
-    """Return the best update schedule for a step and the corresponding plan.
+) -> tuple[UpdateSchedule, Simulation]:
+    """Return the best update schedule for a step, and the simulation of the corresponding plan.
 
     Args:
         name: name of an update schedule, as returned by `resolve_schedule`.
@@ -59,31 +59,6 @@ def choose_plan(
     Raises:
         BudgetError: if there are too few cache slots.
     """
-    schedule, simulation = choose_simulation(
-        name,
-        events,
-        layout,
-        cache_slots,
-        threaded=threaded,
-        device_bytes=device_bytes,
-        update_on_device=update_on_device,
-        exchanges=exchanges,
-    )
-    return schedule, simulation.plan
-
-
-def choose_simulation(
-    name: str,
-    events: Sequence[Event],
-    layout: Layout,
-    cache_slots: int,
-    *,
-    threaded: bool,
-    device_bytes: int = 0,
-    update_on_device: bool = False,
-    exchanges: bool = False,
-) -> tuple[UpdateSchedule, Simulation]:
-    """Return the update schedule and the simulation of the plan that `choose_plan` returns."""
     # Updates can overlap computation only if they run on their own thread.
     choices: dict[tuple[Access, ...], UpdateSchedule] = {}
     for overlapped in (True, False) if threaded and not exchanges else (False,):

@@ -25,7 +25,8 @@ from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
-from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.errors import CheckpointError, ConfigError
+from infinity.formats.dcp import only_error
 from infinity.formats.dcp_metadata import METADATA, MetadataReader
 from infinity.fsdp.sharded_model import Member, local_bounds
 from infinity.optim.multi_optimizer import OWNER
@@ -271,9 +272,7 @@ class DcpFolder(FirstValues):
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
         except CheckpointException as error:
-            ((reason, _),) = error.failures.values()
-            if isinstance(reason, InfinityError) or not isinstance(reason, Exception):
-                raise reason from None
+            reason = only_error(error)
             raise self._cannot_read(what, reason) from reason
         return state
 

@@ -167,7 +167,7 @@ def test_latest_resumes_the_last_run_even_if_the_clock_was_set_back(pair: RankPo
 
 
 def test_resume_looks_for_its_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it holds the path, so that no other run can start there. The page size is that of the checkpoint."""
+    """It holds the path, so that no other run can start there, and uses the page size of the checkpoint."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         expected, page_bytes = session.optimizer.run.folder.run_id, session.optimizer.run.layout.page_bytes

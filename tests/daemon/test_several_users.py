@@ -310,7 +310,7 @@ def test_users_cannot_take_the_place_of_another_folder_or_of_the_socket(node: Pa
 
 
 def test_a_run_with_the_id_of_another_users_run_stays_apart(node: Path) -> None:
-    """The later one gets a different id. Neither its metrics nor its bandwidth limits mix with those of the other."""
+    """The later one gets a different id. Metrics and bandwidth limits of the two runs are separate."""
     users = Users(node / "run", ALL)
     for uid in (BOB, ALICE):
         users.admit(uid)

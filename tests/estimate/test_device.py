@@ -23,7 +23,7 @@ from infinity.estimate.estimate import Estimate, Load, Workload, estimate
 from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import decoder
 from infinity.schedule.planner import Plan, predict_seconds
-from infinity.schedule.schedule_choice import choose_plan
+from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.timing import BACKWARD, OtherResources
 from infinity.units import GIB
 
@@ -191,9 +191,10 @@ def test_copies_without_prefetch_are_exposed(name: str) -> None:
             plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, resources=resources, threaded=True
         )
 
-    _, not_prefetched = choose_plan(
+    _, simulation = choose_simulation(
         found.update_schedule, found.events, found.layout, found.budget.cache_slots, threaded=True
     )
+    not_prefetched = simulation.plan
     root, layer = (2 * fsdp_module.numel / found.machine.device.link for fsdp_module in found.model.fsdp_modules[:2])
     last = seconds.computation.busy + 2 * (layer + root)  # gradients are in 32 bits
     assert step(not_prefetched) == pytest.approx(last + seconds.weights.busy, rel=1e-3)

@@ -29,6 +29,7 @@ from support.ranks import RankPool
 from support.tables import all_but
 from support.train import (
     MIB,
+    Halving,
     Outcome,
     Paging,
     Recipe,
@@ -63,17 +64,6 @@ FURTHER = ("pure-bf16", "sgd", "amsgrad", "nadam")
 def steps(recipe: Recipe, number: int) -> Recipe:
     """Return a recipe with a different number of steps."""
     return Recipe(**{**recipe.__dict__, "steps": number})
-
-
-class Halving:
-    """A scheduler that halves the current learning rate, so that it continues only if that rate is restored."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] *= 0.5
 
 
 def begin(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -27,6 +27,7 @@ from support.ranks import RankPool
 from support.tables import all_but
 from support.train import (
     MIB,
+    Halving,
     Outcome,
     Paging,
     Recipe,
@@ -86,17 +87,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) ->
 
 
 SETUPS: dict[str, Callable[..., Any]] = {"memory": in_memory, "nvme": on_nvme}
-
-
-class Halving:
-    """A scheduler that halves the current learning rate, so that it continues only if that rate is restored."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] *= 0.5
 
 
 def trained(

@@ -17,7 +17,7 @@ from infinity.content.layout import FSDPModuleSpec, Layout, ShardSpec, build_lay
 from infinity.errors import BudgetError
 from infinity.schedule.link import link_traffic
 from infinity.schedule.planner import prepend
-from infinity.schedule.schedule_choice import choose_plan
+from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.stack import LEAST_CACHE_SLOTS
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes, with_device
 from infinity.schedule.timing import staged_computation
@@ -121,9 +121,10 @@ def test_gpu_memory_reduces_planned_reads() -> None:
     cache_slots = len(LAYOUT.pages) // 2
     bytes_read = []
     for device_bytes in (0, SLOTS * MODULE_BYTES, (SLOTS + LAYERS) * MODULE_BYTES):
-        update_schedule, plan = choose_plan(
+        update_schedule, simulation = choose_simulation(
             "in_backward", EVENTS, LAYOUT, cache_slots, threaded=True, device_bytes=device_bytes
         )
+        plan = simulation.plan
         assert update_schedule.prefetched == bool(device_bytes)
         bytes_read.append(plan.traffic.read_bytes)
     assert bytes_read[2] < bytes_read[0]
@@ -230,9 +231,10 @@ def test_gpu_resident_modules_do_not_change_other_accesses(data: st.DataObject) 
 def test_step_with_all_modules_gpu_resident_moves_no_pages() -> None:
     """The step has no accesses and needs no cache slots."""
     cache_slots = len(LAYOUT.pages) // 4
-    update_schedule, plan = choose_plan(
+    update_schedule, simulation = choose_simulation(
         "in_forward", EVENTS, LAYOUT, cache_slots, threaded=True, device_bytes=1 << 40, update_on_device=True
     )
+    plan = simulation.plan
     assert update_schedule.gpu_resident == frozenset(range(LAYERS))
     assert plan.trace == ()
     assert plan.traffic.total_bytes == 0

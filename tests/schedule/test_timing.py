@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.planner import Plan, Simulation, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.schedule_choice import choose_plan
+from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
 from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, staged_computation, updating
 from infinity.schedule.trace import Access
@@ -230,9 +230,10 @@ def prefetched_plan(
     """Return a plan that prefetches weights and keeps `kept` modules on the device; by default all pages are cached."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
     device_bytes = (SLOTS + kept) * fsdp_module_bytes(layout, 0)
-    _, plan = choose_plan(
+    _, simulation = choose_simulation(
         name, events, layout, cache_slots or len(layout.pages), threaded=True, device_bytes=device_bytes
     )
+    plan = simulation.plan
     assert plan.prefetched is not None
     if cache_slots:
         return plan, layout
@@ -290,7 +291,8 @@ def test_kept_weights_are_copied_once() -> None:
 def test_prefetched_copies_overlap_transfers() -> None:
     """Pages stream in both plans; with prefetching, copies add almost nothing to the step time."""
     plan, layout = prefetched_plan(cache_slots=96)
-    _, not_prefetched = choose_plan("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
+    _, simulation = choose_simulation("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
+    not_prefetched = simulation.plan
     moved = plan.traffic.total_bytes
     works, copies = [float(moved)], OtherResources(weights=0.3 * moved)
     (alone,), (copied,) = (

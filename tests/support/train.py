@@ -228,6 +228,17 @@ def train(
     outcome.evaluations += [loss.item() for loss in evaluations]
 
 
+class Halving:
+    """A scheduler that halves the current learning rate, so that it continues only if that rate is restored."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
 def _clip(recipe: Recipe, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.Tensor:
     if isinstance(optimizer, infinity.PagedOptimizer) and recipe.clips == "optimizer":
         norm = optimizer.clip_grad_norm_(recipe.clip)

@@ -197,9 +197,9 @@ def gc(
 
     Removes runs without a checkpoint, checkpoints that not all ranks have published (if all ranks are on this node),
     temporary files, state files without a checkpoint, stale locks, and files that `infinity plan`, `probe`, `tune` and
-    `doctor` left behind because they were killed. Pass all folders of the runs. Of the other folders, only those that
-    are named like a run and contain its marker (`infinity.run`) are touched, as well as your own empty folders named
-    like a run. No run can start in these folders until the command ends.
+    `doctor` could not remove because they were killed. Pass all folders of the runs. Of the other folders, only those
+    that are named like a run and contain its marker (`infinity.run`) are touched, as well as your own empty folders
+    named like a run. No run can start in these folders until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts

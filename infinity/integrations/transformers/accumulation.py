@@ -135,5 +135,5 @@ def _is_sft(trainer: Any) -> bool:
 
 
 def _loss_function(trainer: Any) -> Any:
-    """Return the function behind `trainer.compute_loss`, which may be defined by a subclass or set on the object."""
+    """Return the function that `trainer.compute_loss` calls. It may be defined by a subclass, or set on the object."""
     return getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
