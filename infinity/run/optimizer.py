@@ -232,7 +232,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return norm
 
     def _with_norm_of(self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the total norm of the sharded gradients, whose norm is `norm`, and the gradients of ignored parameters.
+        """Return the total norm of the sharded gradients, whose norm is `norm`, and of the ignored parameters' gradients.
 
         FSDP2 does not reduce the latter. If they differ between ranks, their largest norm counts, so that all ranks
         scale the sharded gradients by the same factor.
