@@ -232,10 +232,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         return norm
 
     def _with_norm_of(self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the total norm of the sharded gradients, whose norm is `norm`, and of the ignored parameters' gradients.
+        """Return the total norm of all gradients, where `norm` is the norm of the sharded ones.
 
-        FSDP2 does not reduce the latter. If they differ between ranks, their largest norm counts, so that all ranks
-        scale the sharded gradients by the same factor.
+        FSDP2 does not reduce the gradients of ignored parameters. If they differ between ranks, their largest norm
+        counts, so that all ranks scale the sharded gradients by the same factor.
         """
         grads = [param.grad for param in ignored if param.grad is not None]
         own = torch.nn.utils.get_total_norm(grads, norm_type).to(norm)
