@@ -49,9 +49,9 @@ TRAIN = (
     "train --model llama-100m --dtype fp32 --steps 1000 --host-memory 128MiB --nproc 2 --nvme nvme --keep never "
     "--out run --metrics-port 0"
 )
-SECONDS = 90  # until the run has taken some steps
+STEPS = 12  # of the run that the pictures show
 PORT = 9479
-PAGES = {"light": (1240, 1434, 1.0), "dark": (1240, 1434, 1.0), "phone": (360, 800, 2.0)}
+PAGES = {"light": (1240, 1120, 1.0), "dark": (1240, 1120, 1.0), "phone": (360, 800, 2.0)}
 """Width, height and scale of each picture of the dashboard."""
 _SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"><style>
 text {{ font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px; }}
@@ -145,7 +145,9 @@ def main() -> None:
         if {"top", "page"} & set(names):
             running.enter_context(background("infinity_daemon", f"--port {PORT}", folder))
             running.enter_context(background("infinity_tools", TRAIN, folder))
-            time.sleep(SECONDS)
+            log = folder / "run" / "steps.jsonl"
+            while not log.exists() or len(log.read_text().splitlines()) < STEPS:
+                time.sleep(1)
             if "page" in names:
                 photograph_page(folder)
             if "top" in names:
