@@ -10,6 +10,7 @@ from infinity.hugepages import use_for_tensors
 if TYPE_CHECKING:
     from infinity.accumulation.micro_batches import micro_batches, sliced_loss
     from infinity.fsdp.mesh import mesh
+    from infinity.fsdp.offload_policy import NVMeOffloadPolicy
     from infinity.models.pretrained import from_config, from_pretrained
     from infinity.run.offload import offload
     from infinity.run.open_runs import close_all
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "InfinityError",
+    "NVMeOffloadPolicy",
     "PagedOptimizer",
     "close_all",
     "from_config",
@@ -34,6 +36,7 @@ use_for_tensors()
 
 # Imported on first use, because the daemon and the telemetry import this package and must not import torch.
 _DEFINED_IN = {
+    "NVMeOffloadPolicy": "infinity.fsdp.offload_policy",
     "PagedOptimizer": "infinity.run.optimizer",
     "close_all": "infinity.run.open_runs",
     "from_config": "infinity.models.pretrained",

@@ -42,9 +42,7 @@ class StorageConfig:
     )
     engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto",
-        "I/O engine. `auto` uses io_uring if it is available and the `threads` engine is not measured to be more than "
-        "3% faster. Both are measured once if the state is 1 GiB or larger (about 2 s), and the result is stored in "
-        "the runtime folder.",
+        "I/O engine. `auto`: `io_uring` if it is available, otherwise `threads`.",
     )
     request_bytes: int = setting(
         2 * MIB,
@@ -123,9 +121,9 @@ class StateConfig:
 
     format: Literal["fp32", "split", "bf16-moments", "8bit"] = setting(
         "fp32",
-        "`fp32`: 14 bytes per parameter. `split`: 12.125 bytes, with bitwise identical results. `bf16-moments`: 8.125 "
-        "bytes, with stochastic rounding. `8bit`: 6.1875 bytes, with one scale per 64 values. A checkpoint in a "
-        "different format is converted when a run resumes from it.",
+        "State format. `fp32`: 14 bytes per parameter. `split`: 12.125 bytes, with bitwise identical results. "
+        "`bf16-moments`: 8.125 bytes, with stochastic rounding. `8bit`: 6.1875 bytes, with one scale per 64 values. "
+        "A checkpoint in a different format is converted when a run resumes from it.",
     )
 
 

@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/fsdp/test_private.py",
     "tests/run/test_unsupported.py",
-    "tests/fsdp/test_parity_one_rank.py",
-    "tests/fsdp/test_parity_two_ranks.py",
+    "tests/fsdp/test_parity.py",
     "tests/fsdp/test_accumulation.py",
     "tests/formats/test_conversions.py",
     "tests/sources/test_pretrained.py",

@@ -10,7 +10,7 @@ from infinity.budget import device_update_bytes
 from infinity.config import Config
 from infinity.content.format import FORMATS
 from infinity.errors import InfinityError
-from infinity.estimate.estimate import Estimate, Workload, estimate, spare_bytes, working_bytes
+from infinity.estimate.estimate import Estimate, Workload, budget_of, estimate, spare_bytes, working_bytes
 from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
@@ -61,10 +61,11 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
             after = _after(before, one)
         except InfinityError:  # this change is not possible for this run
             continue
+        if after is None:
+            continue
         saved = 1 - _step_seconds(after) / after.workload.batch_tokens / each
         writes_saved = 1 - _written(after) / written if written else 0.0
-        if len(after.shortfalls) <= len(before.shortfalls):
-            found.append(Change(what=what, price=price, result=after, saved=saved, writes_saved=writes_saved))
+        found.append(Change(what=what, price=price, result=after, saved=saved, writes_saved=writes_saved))
     found.sort(key=lambda change: -change.saved)
     best = [change for change in found if change.saved >= LEAST_GAIN][:number]
     gentle = [change for change in found if (worn or change.saved >= 0) and change.writes_saved >= LEAST_GAIN]
@@ -90,13 +91,21 @@ def _least_seconds(before: Estimate, one: _Inputs) -> float:
     return max(computation, before.model.trainable_parameters / work.world_size * machine.update(form))
 
 
-def _after(before: Estimate, one: _Inputs) -> Estimate:
-    """Return the estimate for changed inputs. The plan is reused if its inputs are the same."""
-    same = one.settings is before.settings and one.workload.passes == before.workload.passes
+def _after(before: Estimate, one: _Inputs) -> Estimate | None:
+    """Return the estimate for changed inputs, or ``None`` if they make another resource too small.
+
+    The plan is reused if its inputs are the same.
+    """
+    same = one.settings is before.settings
+    budget = before.budget if same else budget_of(before.model, one.workload, one.machine, one.settings)
+    changed = replace(before, workload=one.workload, machine=one.machine, settings=one.settings, budget=budget)
+    if len(changed.shortfalls) > len(before.shortfalls):  # requires no plan, which takes much longer
+        return None
+    same = same and one.workload.passes == before.workload.passes
     same = same and one.workload.layer_major == before.workload.layer_major
     if same and one.machine.threaded == before.machine.threaded and _spare(before, one) == before.device_bytes:
-        return replace(before, workload=one.workload, machine=one.machine)
-    return estimate(before.model, one.workload, one.machine, one.settings)
+        return changed
+    return estimate(before.model, one.workload, one.machine, one.settings, budget)
 
 
 def _spare(before: Estimate, one: _Inputs) -> int:

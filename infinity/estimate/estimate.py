@@ -375,7 +375,7 @@ class Estimate:
         # The space for activations stays reserved at its full size.
         return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
 
-    @property
+    @cached_property
     def first_drive_bytes(self) -> int:
         """Drive space of this rank during the first step, in bytes.
 
@@ -506,7 +506,7 @@ class Estimate:
         after = replace(self, workload=workload or self.workload, machine=machine or self.machine)
         if settings:
             try:
-                budget = _budget_of(self.model, after.workload, after.machine, settings)
+                budget = budget_of(self.model, after.workload, after.machine, settings)
             except InfinityError:  # the change is not possible for this run
                 return False
             after = replace(after, settings=settings, budget=budget)
@@ -707,7 +707,7 @@ def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> boo
     return wanted == "cuda" or (wanted == "auto" and there < machine.update(form))
 
 
-def _budget_of(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Budget:
+def budget_of(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Budget:
     """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule."""
     if workload.optimizer not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {workload.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
@@ -731,7 +731,9 @@ def _budget_of(model: ModelShape, workload: Workload, machine: Machine, settings
     )  # fmt: skip
 
 
-def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
+def estimate(
+    model: ModelShape, workload: Workload, machine: Machine, settings: Config, budget: Budget | None = None
+) -> Estimate:
     """Plan a run without a model and return the estimate.
 
     Args:
@@ -741,6 +743,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         settings: Configuration. `memory.host_bytes` must be set. The estimate also uses `memory.page_bytes`,
             `memory.device_bytes`, `activations`, `state.format`, `update.schedule`, `update.device` and
             `run.retained_checkpoints`.
+        budget: Result of `budget_of` for these arguments, if the caller has it.
 
     Returns:
         The estimate, even if the run does not fit the drives or the device; see `Estimate.problems`.
@@ -749,7 +752,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         BudgetError: If the host cache is too small. The message states the smallest size that works.
         ConfigError: If the optimizer is unknown, the update schedule is impossible, or the state format has no effect.
     """
-    budget = _budget_of(model, workload, machine, settings)
+    budget = budget or budget_of(model, workload, machine, settings)
     events = _step_events(model, workload)
     wanted = settings.update.schedule
     name = resolve_schedule(wanted, events, late=workload.clipping)
@@ -786,5 +789,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         updates_on_device=on_device,
         plan=simulation.plan,
         simulation=simulation,
-        link_traffic=link_traffic(events, budget.layout, update_schedule, update_on_device=on_device),
+        link_traffic=link_traffic(
+            events, budget.layout, update_schedule, simulation.plan.trace, update_on_device=on_device
+        ),
     )

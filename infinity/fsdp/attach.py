@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,15 +52,13 @@ class Attachment:
         Raises:
             UnsupportedError: If a parameter's local tensor cannot be replaced. Hooks that were already set are removed.
         """
-        self._members = sharded.shards
+        self._members = sharded.paged_shards
         with ExitStack() as undo:
-            groups = [
-                group for group, fsdp_module in zip(sharded.groups, sharded.members, strict=True) for _ in fsdp_module
-            ]
-            for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
-                self._attach(shard, group, member, source, listener, undo)
+            for shard, member in self._members.items():
+                self._attach(shard, sharded.device, member, source, listener, undo)
+            offloaded = [group for number, group in enumerate(sharded.groups) if number not in sharded.in_memory]
             # Must come before watch_collectives, which wraps these collectives. It is undone after watch_collectives.
-            undo.callback(torch_private.reuse_reduce_buffers(sharded.groups))
+            undo.callback(torch_private.reuse_reduce_buffers(offloaded))
             undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(check_conversions(sharded.model))
 
@@ -73,7 +71,7 @@ class Attachment:
 
     @staticmethod
     def _attach(
-        index: int, group: Any, member: Member, source: ShardSource, listener: ModelListener, undo: ExitStack
+        index: int, device: torch.device, member: Member, source: ShardSource, listener: ModelListener, undo: ExitStack
     ) -> None:
         param = member.param
         current: nn.Parameter = param.sharded_param
@@ -84,9 +82,9 @@ class Attachment:
             name=member.names[0],
             padded=torch_private.padded_shape(param),
             gather_dtype=torch_private.compute_dtype(param),
-            device=group.device,
+            device=device,
         )
-        shard = PagedShard.stored(handle, local.shape, current.dtype, group.device)
+        shard = PagedShard.stored(handle, local.shape, current.dtype, device)
         try:
             torch_private.replace_local_tensor(param, shard)
         except RuntimeError as error:
@@ -112,7 +110,7 @@ class Attachment:
         Raises:
             UnsupportedError: If a parameter was replaced with a tensor that would be neither trained nor checkpointed.
         """
-        for member in self._members:
+        for member in self._members.values():
             _check(member)
 
     def detach(self) -> None:

@@ -260,18 +260,21 @@ class ShardIO:
                     with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                         put(held, page, component, placed.start, items)
 
-    def initialize(self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
-        """Write the initial content of an FSDP module's pages.
+    def write_module(
+        self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None], *, frozen: bool = True
+    ) -> None:
+        """Write the content of an FSDP module's pages without reading them first.
 
         Args:
             fsdp_module: Index of the FSDP module.
             value_of: Function that returns one section of a shard, without padding, shape (numel,), or ``None`` for
                 zeros. Its arguments are the position of the shard in the FSDP module, and ``master`` or the name of an
                 optimizer state. The master has the dtype of the parameter.
+            frozen: Whether to write the pages of frozen parameters, too.
         """
         first = self._layout.fsdp_module_shards[fsdp_module][0]
         for segment in self._layout.segments:
-            if segment.fsdp_module != fsdp_module:
+            if segment.fsdp_module != fsdp_module or not (frozen or segment.trainable):
                 continue
             parts = [
                 (self._layout.shards[shard].start, component, items)
@@ -288,12 +291,12 @@ class ShardIO:
                             put(content, page, component, start, items)
 
     def _checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Check the size and dtype of an initial value, because excess elements would overwrite the next shard."""
+        """Check the size and dtype of a value, because excess elements would overwrite the next shard."""
         spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
         wanted = torch_dtype(segment.format.dtypes[name])
         if value.numel() != spec.numel or value.dtype != wanted:
             raise UnsupportedError(
-                f"the initial value of {spec.name} ({name}) has {value.numel()} elements of {value.dtype} on this "
+                f"the value of {spec.name} ({name}) has {value.numel()} elements of {value.dtype} on this "
                 f"rank, but must have {spec.numel} of {wanted}"
             )
         return value

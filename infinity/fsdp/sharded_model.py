@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
@@ -16,6 +18,7 @@ from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
+from infinity.fsdp.offload_policy import NVMeOffloadPolicy
 from infinity.fsdp.shard import PagedShard
 from infinity.schedule.predicted_trace import expected_events
 from infinity.schedule.trace import Event
@@ -70,6 +73,8 @@ class ShardedModel:
     """Module that contains the model, such as a LightningModule, or the model itself."""
     ignored: Mapping[str, nn.Parameter]
     """Parameters that belong to no FSDP module, by name: the `ignored_params` of `fully_shard`."""
+    in_memory: frozenset[int] = frozenset()
+    """FSDP modules that stay in memory, because only others were sharded with `NVMeOffloadPolicy`."""
     of_closed_run: bool = False
     """Whether the model was offloaded before and its run was closed, so that only a checkpoint has its values."""
 
@@ -106,10 +111,10 @@ class ShardedModel:
             check_gradient_dtype(name, param)
         members = []
         for name, group in found:
-            if torch_private.uses_cpu_offload(group):
+            if isinstance(torch_private.offload_policy(group), CPUOffloadPolicy):
                 raise UnsupportedError(
                     f"FSDP module {name} was sharded with CPUOffloadPolicy, which paging replaces; "
-                    "remove the offload_policy argument"
+                    "remove the offload_policy argument, or pass infinity.NVMeOffloadPolicy()"
                 )
             if torch_private.reshards_to_fewer_ranks(group):
                 raise UnsupportedError(
@@ -151,13 +156,25 @@ class ShardedModel:
             on_meta="meta" in devices,
             outermost=outermost or model,
             ignored=ignored,
+            in_memory=_in_memory([group for _, group in found]),
             of_closed_run=bool(paged),
         )
 
-    @property
+    @cached_property
     def shards(self) -> tuple[Member, ...]:
         """All parameters, in the order of their shards."""
         return tuple(member for fsdp_module in self.members for member in fsdp_module)
+
+    @property
+    def paged_shards(self) -> dict[int, Member]:
+        """Parameters of the FSDP modules that are offloaded, by shard."""
+        return {shard: member for shard, member in enumerate(self.shards) if shard not in self.shards_in_memory}
+
+    @cached_property
+    def shards_in_memory(self) -> dict[int, Member]:
+        """Parameters of the FSDP modules that stay in memory, by shard."""
+        numbers = [number for number, fsdp_module in enumerate(self.members) for _ in fsdp_module]
+        return {shard: self.shards[shard] for shard, number in enumerate(numbers) if number in self.in_memory}
 
     def parameters(self) -> list[list[nn.Parameter]]:
         """Return the sharded parameters of each FSDP module."""
@@ -175,17 +192,19 @@ class ShardedModel:
         of_model = {id(param) for fsdp_module in fsdp_modules for param in fsdp_module}
         sharded = (param for param in self.model.parameters() if id(param) in of_model)
         before = itertools.takewhile(lambda param: id(param) in of_root, sharded)
-        return expected_events(
+        events = expected_events(
             [any(param.requires_grad for param in fsdp_module) for fsdp_module in fsdp_modules],
             root=root,
             embeds=any(param.requires_grad for param in before),
             alone=alone,
         )
+        return tuple(event for event in events if event.fsdp_module not in self.in_memory)
 
     def describe(
         self,
         kinds_of: Callable[[nn.Parameter], tuple[tuple[str, str], ...]],
         reach_of: Callable[[Member], UpdateExtent] = lambda _: UpdateExtent(),
+        stored_as: str = "fp32",
     ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
         """Return the FSDP modules and state formats that determine the layout of pages.
 
@@ -193,22 +212,24 @@ class ShardedModel:
             kinds_of: Function that returns the (name, dtype) of each element-wise optimizer state of a trainable
                 parameter.
             reach_of: Function that returns the extent that the update of a trainable parameter must process together.
+            stored_as: Value of `state.format`. It does not apply to FSDP modules that stay in memory, whose pages hold
+                a copy of their state as it is in memory.
         """
         fsdp_modules: list[FSDPModuleSpec] = []
         formats: dict[str, StateFormat] = {}
-        for name, members in zip(self.names, self.members, strict=True):
-            shards = []
+        for number, (name, members) in enumerate(zip(self.names, self.members, strict=True)):
+            shards, in_memory = [], number in self.in_memory
             for member in members:
                 param = member.param.sharded_param
-                gather = dtype_name(torch_private.compute_dtype(member.param))
                 own = dtype_name(param.dtype)
+                gather = own if in_memory else dtype_name(torch_private.compute_dtype(member.param))
                 trainable = param.requires_grad
                 kinds = kinds_of(param) if trainable else ()
                 alone = not torch_private.reduces(member.param)
                 fmt = StateFormat.of(own, gather, kinds, trainable=trainable, alone=alone)
-                reach = reach_of(member) if trainable else UpdateExtent()
-                key = fmt.key(own, trainable=trainable, slices=reach.slices)
-                formats[key] = fmt
+                reach = reach_of(member) if trainable and not in_memory else UpdateExtent()
+                key = fmt.key(own, trainable=trainable, slices="in memory" if in_memory else reach.slices)
+                formats[key] = fmt if in_memory else fmt.stored_as(stored_as)
                 shards.append(
                     ShardSpec(
                         name=member.names[0],
@@ -222,6 +243,12 @@ class ShardedModel:
                 )
             fsdp_modules.append(FSDPModuleSpec(name=name, shards=tuple(shards)))
         return fsdp_modules, formats
+
+
+def _in_memory(groups: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the groups that stay in memory. See `NVMeOffloadPolicy`."""
+    offloaded = [isinstance(torch_private.offload_policy(group), NVMeOffloadPolicy) for group in groups]
+    return frozenset(number for number, on_nvme in enumerate(offloaded) if not on_nvme and any(offloaded))
 
 
 _UNQUANTISED = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,12 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.resume_points import checkpoint_folders, with_resume_point
 from infinity.integrations.run_folders import (
+    APART,
     before,
-    exchange,
     finish,
     make_durable,
+    move_export,
     put_back,
-    remove,
-    replacement_path,
     set_aside,
 )
 from infinity.ranks import Ranks
@@ -52,7 +53,8 @@ class Record(NamedTuple):
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"{folder / RECORD} cannot be read: {reason}; pass a folder that was saved with the state on NVMe"
+                f"{folder / RECORD} cannot be read: {reason}; pass a folder that was saved with the state on NVMe, or "
+                "start from its weights (weights=folder)"
             ) from error
 
     @classmethod
@@ -122,13 +124,21 @@ class Checkpoints:
         self._token, self._folder = str(belongs.get("token", "")), str(belongs.get("folder", ""))
         self._step = paged.steps  # step of that checkpoint
 
-    def save(self, what: str, folder: Path | None, write: Callable[[], Path]) -> Path:
+    def save(
+        self,
+        what: str,
+        folder: Path | None,
+        write: Callable[[], Path],
+        prefer: Callable[[], Sequence[int]] = tuple,
+    ) -> Path:
         """Let a framework write its folder, and then save a checkpoint. All ranks must call this method together.
 
         Args:
             what: name of the operation, for messages.
             folder: folder to write, or None if the framework creates a new one.
             write: function that writes the files of this rank and returns the folder.
+            prefer: function that returns the steps of checkpoints to keep instead of newer ones. It is called after
+                `write`.
 
         Raises:
             InfinityError: if gradients are pending (call this method after `step`), or another rank failed.
@@ -145,7 +155,7 @@ class Checkpoints:
         folder = ranks.together(what, write)
         record = Record(run.folder.run_id, self._paged.steps, token) if ranks.rank == 0 else None
         ranks.together(what, partial(_make_durable, folder, record))
-        self._paged.save_checkpoint({_KEY: {"token": token, "folder": os.path.abspath(folder)}})
+        self._paged.save_checkpoint({_KEY: {"token": token, "folder": os.path.abspath(folder)}}, prefer=prefer())
         self._token, self._folder, self._step = token, os.path.abspath(folder), self._paged.steps
         self._finish_rewrite(what, folder)
         return folder
@@ -179,14 +189,13 @@ class Checkpoints:
         Raises:
             Exception: any exception that `save_pretrained` raises. In that case, the folder is unchanged.
         """
-        what, ranks = "save_pretrained", self._paged.run.ranks
+        what, ranks, apart = "save_pretrained", self._paged.run.ranks, folder / APART
         self._finish_rewrite(what, folder)
         if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
-        replacement = ranks.agree(replacement_path(folder))
-        ranks.on_first(what, partial(remove, replacement))  # left by an interrupted export
-        written = self._paged.save_pretrained(replacement, **named)
-        ranks.on_first(what, partial(exchange, folder, replacement))
+        ranks.on_first(what, partial(shutil.rmtree, apart, ignore_errors=True))  # left by an interrupted export
+        written = self._paged.save_pretrained(apart, **named)
+        ranks.on_first(what, partial(move_export, folder))
         return [folder / file.name for file in written]
 
     def check(self, folder: Path) -> Path:
@@ -233,6 +242,17 @@ class Checkpoints:
             (put_back if lost else finish)(folder)
 
         ranks.on_first(what, finish_rewrite)
+
+
+def numbered_folders(folder: str | os.PathLike[str], prefix: str) -> list[Path]:
+    """Return the folders in `folder` that are named `prefix` and a number, the highest number first.
+
+    This includes a folder of which only the previous version exists, because rewriting it was interrupted.
+    """
+    names = (child.name for child in (Path(folder).iterdir() if os.path.isdir(folder) else ()) if child.is_dir())
+    found = (re.fullmatch(rf"{prefix}(\d+)|\.{prefix}(\d+)\.before", name) for name in names)
+    numbers = {int(match[1] or match[2]) for match in found if match is not None}
+    return [Path(folder, f"{prefix}{number}") for number in sorted(numbers, reverse=True)]
 
 
 def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:

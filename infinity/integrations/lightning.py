@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from infinity import torch_private
-from infinity.checkpoint.durable import write_durably
 from infinity.config import Config, load_config
 from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
@@ -260,9 +259,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def _write(self, folder: Path, kept: dict[str, Any]) -> Path:
         if self.global_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            content = io.BytesIO()
-            torch.save(kept, content)
-            write_durably(folder / META, content.getvalue())
+            torch.save(kept, folder / META)
         return folder
 
     def load_checkpoint(

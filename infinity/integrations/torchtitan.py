@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +22,7 @@ from torch import nn
 import infinity
 from infinity.config import Config, load_config
 from infinity.errors import CheckpointError, ConfigError, UnsupportedError
-from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
 from infinity.integrations.resume_points import restore_settings, settings_of
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
@@ -39,7 +38,6 @@ with needs("torchtitan", "infinity.integrations.torchtitan"):
     from torchtitan.trainer import Trainer
 
 _log = logging.getLogger("infinity")
-_FOLDER = re.compile(r"step-(\d+)")  # torchtitan's naming
 
 
 def on_nvme(config: Trainer.Config, settings: Mapping[str, Any] | str | os.PathLike[str]) -> PagedTrainer.Config:
@@ -61,8 +59,9 @@ def on_nvme(config: Trainer.Config, settings: Mapping[str, Any] | str | os.PathL
     return PagedTrainer.Config(**_fields(config), infinity=given)
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    return {item.name: getattr(config, item.name) for item in fields(config)}
+def _fields(config: Any, kind: Any = None) -> dict[str, Any]:
+    """Return the fields of a config, or only those of its base class `kind`."""
+    return {item.name: getattr(config, item.name) for item in fields(kind or config)}
 
 
 class PagedTrainer(Trainer):  # type: ignore[misc]
@@ -92,7 +91,7 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         assert spec is not None
         changed: dict[str, Any] = {
             "optimizer": optimizer,
-            "checkpoint": NVMeCheckpointManager.Config(**_fields_of_base(config.checkpoint)),
+            "checkpoint": NVMeCheckpointManager.Config(**_fields(config.checkpoint, BaseCheckpointManager.Config)),
             "model_spec": replace(spec, parallelize_fn=partial(_parallelize_on_meta, spec.parallelize_fn)),
             # Of the ways to obtain tensor-parallel parameters, this one leaves all other parameters to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
@@ -113,10 +112,6 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         if hasattr(self, "optimizers"):
             self.optimizers.paged.close()
         super().close()
-
-
-def _fields_of_base(config: BaseCheckpointManager.Config) -> dict[str, Any]:
-    return {item.name: getattr(config, item.name) for item in fields(BaseCheckpointManager.Config)}
 
 
 def _check(config: PagedTrainer.Config) -> None:
@@ -223,20 +218,14 @@ def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] |
     ranks = Ranks.current()
     if step >= 0:
         return Record.of_checkpoint(folder / f"step-{step}", settings, ranks)
-    there = ranks.on_first("looking for checkpoints", partial(_folders, folder))
-    found = Record.newest(there[::-1], settings, ranks)
+    there = ranks.on_first("looking for checkpoints", partial(numbered_folders, folder, "step-"))
+    found = Record.newest(there, settings, ranks)
     if there and found is None:
         raise CheckpointError(
             f"{folder} contains checkpoint folders, but none of their infinity checkpoints is in storage.paths; set "
             "run.resume_paths to the paths of the run, or remove the folder to start a new run"
         )
     return found
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return checkpoint folders, ordered by step."""
-    found = [child for child in folder.iterdir() if _FOLDER.fullmatch(child.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda child: int(child.name.removeprefix("step-")))
 
 
 class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -318,7 +307,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _remove_others(self) -> None:
         """Remove the folders of this run whose checkpoints no longer exist."""
         run = self._optimizers.paged.run
-        for folder in _folders(self._folder):
+        for folder in numbered_folders(self._folder, "step-"):
             try:
                 record = Record.read(folder)
             except ConfigError as error:

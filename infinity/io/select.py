@@ -15,17 +15,16 @@ from infinity.io.uring import UringEngine
 _log = logging.getLogger(__name__)
 
 
-def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
+def open_engine(config: StorageConfig) -> tuple[Engine, str]:
     """Return a running engine and the reason for choosing it. The reason is also logged.
 
     Args:
         config: storage settings. ``auto`` means io_uring if the kernel allows it.
-        why: reason for the engine in `config`, if it was not set by the user.
 
     Raises:
         ConfigError: if `storage.engine` is ``io_uring``, but the kernel does not allow it.
     """
-    engine, reason = _choose(config, why)
+    engine, reason = _choose(config)
     _log.info("I/O engine %s: %s", engine.name, reason)
     return engine, reason
 
@@ -35,9 +34,9 @@ def _say_once(reason: str) -> None:
     _log.warning("%s. Using the thread engine instead, which uses more CPU time.", reason)
 
 
-def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
+def _choose(config: StorageConfig) -> tuple[Engine, str]:
     if config.engine == "threads":
-        return ThreadEngine(config.queue_depth, config.request_bytes), why or "set by storage.engine"
+        return ThreadEngine(config.queue_depth, config.request_bytes), "set by storage.engine"
     try:
         engine = UringEngine(config.queue_depth, config.request_bytes, max(1, len(config.paths)))
     except RingRefusedError as error:
@@ -47,4 +46,4 @@ def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
         return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
     if config.engine == "io_uring":
         return engine, "set by storage.engine"
-    return engine, why or "io_uring is available"
+    return engine, "io_uring is available"

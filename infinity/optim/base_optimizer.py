@@ -13,10 +13,10 @@ from torch import nn
 
 from infinity import torch_private
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.optim.ignored_parameters import IgnoredParameters
 from infinity.optim.kernel import MODES, Own, UpdateKernel
 from infinity.optim.multi_optimizer import name_of, parts
 from infinity.optim.optimizer_clone import attributes, content, is_plain
+from infinity.optim.parameters_in_memory import ParametersInMemory
 from infinity.optim.update import same_setting, snapshot
 
 NO_ENTRIES = (
@@ -36,6 +36,7 @@ class BaseOptimizer:
         parameters: model parameters, indexed by shard.
         kernel: update kernel created from the optimizer.
         ignored: parameters that `fully_shard` ignores, by name.
+        in_memory: shards of the FSDP modules that stay in memory.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class BaseOptimizer:
         parameters: Sequence[nn.Parameter],
         kernel: UpdateKernel,
         ignored: Mapping[str, nn.Parameter],
+        in_memory: Iterable[int],
     ) -> None:
         self.optimizer = optimizer
         self.kernel = kernel
-        self.ignored = IgnoredParameters(ignored, optimizer, kernel)
-        """Parameters that are not sharded, and their updates."""
+        self.in_memory = ParametersInMemory(ignored, {n: parameters[n] for n in in_memory}, optimizer, kernel)
+        """Parameters that are not paged, and their updates."""
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group_numbers = [groups.get(id(param), -1) for param in parameters]  # by shard; -1: in no group
         self._shards = {id(param): shard for shard, param in enumerate(parameters)}  # by id of the parameter
@@ -117,7 +119,7 @@ class BaseOptimizer:
         Ignored parameters have no shard and are omitted.
         """
         return [
-            {**group, "params": [self._shards[id(param)] for param in group["params"] if param not in self.ignored]}
+            {**group, "params": [self._shards[id(param)] for param in group["params"] if param not in self.in_memory]}
             for group in self.optimizer.param_groups
         ]
 

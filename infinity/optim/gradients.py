@@ -13,7 +13,7 @@ halves are stored only if they are not all zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from mmap import PAGESIZE
@@ -142,7 +142,7 @@ class Gradients:
         updates: running and pending updates.
         recording: events of the current step.
         ledger: records times.
-        parameters: model parameters, indexed by shard.
+        parameters: paged parameters, by shard.
     """
 
     def __init__(
@@ -154,13 +154,11 @@ class Gradients:
         updates: Updates,
         recording: Recording,
         ledger: Ledger,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[int, nn.Parameter],
     ) -> None:
         self._layout, self._pager, self._device, self._planner = layout, pager, device, planner
         self._updates, self._recording, self._ledger = updates, recording, ledger
-        self._parameters = {
-            shard: param for shard, param in enumerate(parameters) if layout.shards[shard].spec.trainable
-        }
+        self._parameters = {shard: param for shard, param in parameters.items() if layout.shards[shard].spec.trainable}
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
         ]
@@ -178,7 +176,7 @@ class Gradients:
         """``True`` if anything but the update has read a gradient since the last step."""
         self.changed = False
         """``True`` if gradients changed since the last `reconcile`."""
-        self._summed = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in parameters)
+        self._summed = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in parameters.values())
         """``True`` if gradients are sums across ranks. The lower halves of such sums are hardly ever all zero, so this
         is not checked if the check would make the host wait for the reduction."""
         self._pinned: Pinned | None = None  # memory registration of `_on_host`

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,7 +21,7 @@ from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer
 from infinity.optim.kernel import StateSpec
-from infinity.optim.optimizer_clone import copied
+from infinity.optim.optimizer_clone import copied, in_place_of
 from infinity.optim.step import StepRunner
 from infinity.optim.update_thread import telling
 
@@ -125,6 +126,7 @@ class StateReader:
         self.parameters = list(parameters)
         """All parameters, in the order of `model.parameters()`."""
         self._names = names
+        self._in_memory = base_optimizer.in_memory
         self._specs: dict[int, StateSpec] = {}  # by shard; contains only trainable shards
         for group in base_optimizer.optimizer.param_groups:
             for param in group["params"]:
@@ -136,7 +138,7 @@ class StateReader:
 
     def updated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have states, in the order of `model.parameters()`."""
-        ignored = self._base_optimizer.ignored.trained.values()
+        ignored = self._in_memory.ignored.values()
         return [param for param in (*self.parameters, *ignored) if self.has_state(param)]
 
     def has_state(self, param: object) -> bool:
@@ -147,11 +149,13 @@ class StateReader:
                 optimizer is closed.
         """
         self._runner.check_open()
-        if param in self._base_optimizer.ignored:
-            return bool(self._base_optimizer.ignored.state_of(cast("nn.Parameter", param)))
+        if param in self._in_memory:
+            return bool(self._in_memory.state_of(cast("nn.Parameter", param)))
         shard = self._numbers.get(id(param), -1)
         if not self._keeps_state(shard):
             return False
+        if shard in self._in_memory.sharded:
+            return bool(self._in_memory.state_of_shard(shard))
         self._runner.look(shard)
         return shard in self._runner.updates.scalars or self._base_optimizer.kernel.builds
 
@@ -172,16 +176,54 @@ class StateReader:
             InfinityError: under the same conditions as `has_state`.
             UnsupportedError: if a state is larger than the limit for unplanned reads.
         """
-        if param in self._base_optimizer.ignored:
-            return StatesOfOne(self._base_optimizer.ignored.state_of(param, initial=initial))
+        if param in self._in_memory:
+            return StatesOfOne(self._in_memory.state_of(param, initial=initial))
         shard = self._numbers.get(id(param), -1)
         if not (self._keeps_state(shard) if initial else self.has_state(param)):
             return StatesOfOne()
+        if shard in self._in_memory.sharded:
+            found = self._in_memory.state_of_shard(shard)
+            return StatesOfOne(found or self._state_in_memory(shard, partial(self._initial_value, shard)))
         if not initial and shard not in self._runner.updates.scalars:  # created by the optimizer's constructor
             self._begin(shard)
         kinds = self._specs[shard].kinds
         states = {kind: torch_private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
         return StatesOfOne({**states, **self._scalars(shard)})
+
+    def _state_in_memory(
+        self, shard: int, value_of: Callable[[str], torch.Tensor], scalars: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a state of a parameter that stays in memory.
+
+        Args:
+            shard: index of the shard.
+            value_of: function that returns the flat local elements of a tensor of the state.
+            scalars: scalars of the state. Default: those that the first update will create.
+        """
+        param, initial = self._params[shard], self._sample(shard)
+        scalars = self._scalars(shard) if scalars is None else scalars
+        kinds = {kind: torch_private.sharded_like(param, value_of(kind)) for kind, _ in self._specs[shard].kinds}
+        return {**kinds, **{key: in_place_of(initial.get(key), value) for key, value in scalars.items()}}
+
+    def restore_in_memory(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
+        """Read the states of parameters that stay in memory from their pages.
+
+        Args:
+            scalars: scalars of each parameter that was updated, by shard. Other parameters have no state.
+        """
+        for shard in self._in_memory.sharded:
+            if shard in scalars and self._keeps_state(shard):
+                values = self._state_in_memory(shard, partial(self._shards.read, shard), scalars[shard])
+                self._in_memory.replace_state_of_shard(shard, values)
+
+    def scalars_in_memory(self) -> dict[int, dict[str, Any]]:
+        """Return the scalar states of the updated parameters that stay in memory, by shard."""
+        states = {shard: self._in_memory.state_of_shard(shard) for shard in self._in_memory.sharded}
+        return {
+            shard: {key: state[key] for key in self._specs[shard].scalars if state.get(key) is not None}
+            for shard, state in states.items()
+            if state
+        }
 
     def _stored(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
         spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
@@ -213,10 +255,15 @@ class StateReader:
         self._runner.look(shard)
         if shard in self._runner.updates.scalars:
             return self._shards.load_section(shard, kind)
+        return self._initial_value(shard, kind)
+
+    def _initial_value(self, shard: int, kind: str) -> torch.Tensor:
         spec, dtype = self._layout.shards[shard].spec, torch_dtype(self._layout.format_of(shard).dtypes[kind])
         if not self._sample(shard)[kind].any():
             return torch.zeros(spec.numel, dtype=dtype)
-        master = self._shards.load(shard).view(torch_private.local_part(self._params[shard]).shape)
+        master = torch_private.local_part(self._params[shard]).detach()
+        if shard not in self._in_memory.sharded:
+            master = self._shards.load(shard).view(master.shape)
         initial: torch.Tensor = self._created(shard, master)[kind]
         return initial.to(dtype).reshape(-1)
 
@@ -261,7 +308,7 @@ class StateReader:
             for params, group in zip(here, groups, strict=True)
             for param, key in zip(params, group["params"], strict=True)
         ]
-        ignored = self._base_optimizer.ignored
+        ignored = self._in_memory
         saved = {self._numbers[id(param)]: values for param, values in found if param not in ignored}
         for shard, values in saved.items():
             self._check_loadable(shard, values)
@@ -297,6 +344,15 @@ class StateReader:
             return
         self._runner.look(shard)
         scalars, spec = self._runner.updates.scalars, self._specs[shard]
+        if shard in self._in_memory.sharded:
+            dtypes = dict(spec.kinds)
+
+            def copy(kind: str) -> torch.Tensor:
+                return torch_private.local_part(values[kind]).detach().to(torch_dtype(dtypes[kind]), copy=True)
+
+            own = {key: values[key] for key in spec.scalars if values}
+            self._in_memory.replace_state_of_shard(shard, self._state_in_memory(shard, copy, own) if values else {})
+            return
         if not values:
             scalars.pop(shard, None)
             return
@@ -315,12 +371,17 @@ class StateReader:
         Raises:
             InfinityError: if no trained parameter has this name.
         """
-        ignored = self._base_optimizer.ignored
-        if (param := ignored.trained.get(name)) is not None:
-            return {MASTER: copied(param), **{key: copied(value) for key, value in ignored.state_of(param).items()}}
+        if (param := self._in_memory.ignored.get(name)) is not None:
+            states = self._in_memory.state_of(param)
+            return {MASTER: copied(param), **{key: copied(value) for key, value in states.items()}}
         shard = self._names.get(name, -1)
         if shard < 0 or not self._layout.shards[shard].spec.trainable:
             raise InfinityError(f"the model has no trained parameter named {name!r}")
+        if shard in self._in_memory.sharded:
+            states = {MASTER: self._params[shard], **self.state_of(self._params[shard], initial=True)}
+            sections = self._layout.format_of(shard).dtypes
+            values = {key: copied(torch_private.local_part(states[key]).reshape(-1)) for key in sections}
+            return {**values, **self.scalars_in_memory().get(shard, {})}
         values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
 

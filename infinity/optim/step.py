@@ -40,6 +40,7 @@ from infinity.schedule.activation_pages import ActivationPages
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Event
+from infinity.schedule.update_schedule import expand
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _log = logging.getLogger("infinity")
@@ -140,7 +141,10 @@ class StepRunner:
             layout, pager, device, gpu_prefetcher, update_on_device, planner, base_optimizer, worker, ledger, whole
         )
         """Running and pending updates."""
-        self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
+        in_memory = base_optimizer.in_memory.sharded
+        self._in_memory = {layout.shards[shard].fsdp_module for shard in in_memory}  # FSDP modules
+        paged = {shard: param for shard, param in enumerate(parameters) if shard not in in_memory}
+        self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, paged)
         # Parameters without optimizer state because they were frozen in `infinity.offload`, by FSDP module
         self._frozen = [
             [
@@ -387,19 +391,24 @@ class StepRunner:
         self._skip = True
 
     @_uninterrupted
-    def step(self) -> StepRecord | None:
+    def step(self, *, others: bool = False) -> StepRecord | None:
         """End the step. Run the updates that did not run in backward, or leave them to the next forward.
+
+        Args:
+            others: whether parameters that are not paged have gradients.
 
         Returns:
             The record of the step, or ``None`` if there were no gradients and therefore no step.
 
         Raises:
             InfinityError: if settings changed after updates ran in backward, or the update schedule is impossible.
-            UnsupportedError: if a setting or an attribute of the optimizer cannot be copied. In this case, all
-                gradients remain available.
+            UnsupportedError: if a setting or an attribute of the optimizer cannot be copied, or a parameter that stays
+                in memory was frozen in `infinity.offload`. In this case, all gradients remain available.
         """
         gradients, updates = self._gradients, self.updates
-        if not self.has_gradients and not gradients.zeros:
+        for fsdp_module in self._in_memory:
+            self._check_frozen(fsdp_module)
+        if not (self.has_gradients or gradients.zeros or others):
             self._base_optimizer.kernel.advance()  # optimizers may count steps without gradients
             return None
         self._base_optimizer.check_copies()
@@ -453,8 +462,9 @@ class StepRunner:
             planner.choose(events, late)
             self._provide(events)
         if self._device.asynchronous and events != planner.events:
+            trace = expand(events, self._layout, planner.update_schedule)
             traffic = link_traffic(
-                events, self._layout, planner.update_schedule, update_on_device=self._update_on_device
+                events, self._layout, planner.update_schedule, trace, update_on_device=self._update_on_device
             )
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 

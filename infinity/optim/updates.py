@@ -243,8 +243,9 @@ class Updates:
             method: one of `MODES`.
         """
         with telling(self._pager.fail):  # a failure leaves pages in different modes, so the run cannot continue
-            for fsdp_module in range(len(self._layout.fsdp_modules)):
-                self._switch_fsdp_module(fsdp_module, method)
+            for fsdp_module, shards in enumerate(self._layout.fsdp_module_shards):
+                if self._base_optimizer.in_memory.sharded.keys().isdisjoint(shards):
+                    self._switch_fsdp_module(fsdp_module, method)
             self._base_optimizer.kernel.switch(method)
 
     def _switch_fsdp_module(self, fsdp_module: int, method: str) -> None:

@@ -23,6 +23,7 @@ from infinity.fsdp.attach import Attachment
 from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.step import StepRunner
+from infinity.run.modules_in_memory import ModulesInMemory
 from infinity.run.run import Run
 
 _log = logging.getLogger("infinity")
@@ -50,7 +51,7 @@ def make_checkpoint_writer(
             saved.
         UnsupportedError: if a buffer or another entry of `state_dict()` cannot be saved.
     """
-    nbytes, optimizer, ignored = 0, base_optimizer.optimizer, base_optimizer.ignored
+    nbytes, optimizer, ignored = 0, base_optimizer.optimizer, base_optimizer.in_memory
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
         module_state = check_state_dict(sharded.outermost, sharded.model, ignored)
@@ -105,7 +106,9 @@ class Checkpointer:
         runner: StepRunner,
         attachment: Attachment,
         checkpoint_writer: CheckpointWriter,
+        in_memory: ModulesInMemory,
     ) -> None:
+        self._in_memory = in_memory
         self._run, self._base_optimizer = run, base_optimizer
         self._model, self._outermost = sharded.model, sharded.outermost
         self._runner, self._attachment, self._checkpoint_writer = runner, attachment, checkpoint_writer
@@ -128,6 +131,7 @@ class Checkpointer:
         run.ranks.together("checkpoint", partial(save_extra, extra))
         with run.ledger.phase("checkpoint"), record_function("infinity::checkpoint"):
             self._runner.flush_updates()
+            scalars = self._in_memory.store()
             run.pager.flush()
             run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
@@ -138,8 +142,8 @@ class Checkpointer:
             try:
                 with interrupts.held():  # an interrupt between publishing and freeing would leave old extents allocated
                     self._checkpoint_writer.publish(
-                        updates.step, self._model, self._outermost, self._base_optimizer.ignored, updates.scalars,
-                        groups, extra, own, prefer,
+                        updates.step, self._model, self._outermost, self._base_optimizer.in_memory,
+                        {**updates.scalars, **scalars}, groups, extra, own, prefer,
                     )  # fmt: skip
             except OSError as error:
                 file = error.filename or str(run.folder.checkpoints)

@@ -102,7 +102,7 @@ class Filling:
             StorageError: if a write fails.
         """
         run, sharded, source = self._run, self._sharded, self._source
-        optimizer, ignored = base_optimizer.optimizer, base_optimizer.ignored
+        optimizer, ignored = base_optimizer.optimizer, base_optimizer.in_memory
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
         if new_optimizer:
             groups = [dict(group) for group in groups]  # copies, which receive the settings of the checkpoint
@@ -158,7 +158,7 @@ class Filling:
 
     def _write(self, source: FirstValues, shards: ShardIO) -> None:
         for fsdp_module, (name, members) in enumerate(zip(self._sharded.names, self._sharded.members, strict=True)):
-            shards.initialize(fsdp_module, source.values(name, members))
+            shards.write_module(fsdp_module, source.values(name, members))
             self._run.freed.bound()
 
     def _known_buffers(self) -> Mapping[str, torch.Tensor]:

@@ -192,8 +192,7 @@ def plan_memory(
             return UpdateExtent(whole=math.prod(torch_private.full_shape(member.param)))
         return UpdateExtent(row=math.prod(torch_private.local_tensor(member.param).shape[1:]))
 
-    fsdp_modules, found = sharded.describe(kinds_of, extent_of)
-    formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
+    fsdp_modules, formats = sharded.describe(kinds_of, extent_of, settings.state.format)
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
             f'state.format = "{settings.state.format}" has no effect on this model: "split" requires bf16 weights '
@@ -237,7 +236,7 @@ def shared_slices(
     """
     discover = _discovering(kernel, optimizer)
     found = {}
-    for shard, member in enumerate(sharded.shards):
+    for shard, member in sharded.paged_shards.items():
         param = member.param.sharded_param
         at, size = torch_private.shard_rank_and_size(member.param)
         if size > 1 and param.requires_grad and discover(param).slices == "whole":
@@ -266,7 +265,7 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Set the slice shapes in `kernel.shapes` for the shards that are not updated as flat vectors."""
     discover = _discovering(kernel, optimizer)
-    for shard, member in enumerate(sharded.shards):
+    for shard, member in sharded.paged_shards.items():
         param = member.param.sharded_param
         if param.requires_grad:
             slices = discover(param).slices

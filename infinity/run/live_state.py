@@ -24,6 +24,7 @@ from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.step import StepRunner
+from infinity.run.modules_in_memory import ModulesInMemory
 from infinity.run.run import Run
 from infinity.store.folder import RunFolder
 
@@ -158,7 +159,9 @@ class LiveSaves:
         runner: StepRunner,
         shards: ShardIO,
         attachment: Attachment,
+        in_memory: ModulesInMemory,
     ) -> None:
+        self._in_memory = in_memory
         self._run, self._model, self._described = run, model, described
         self._runner, self._shards, self._attachment = runner, shards, attachment
 
@@ -190,6 +193,7 @@ class LiveSaves:
         """Flush pending updates, and update the run's copies of the model's configs."""
         check()
         self._runner.flush_updates()
+        self._in_memory.store()
         self._attachment.check()
         if self._run.ranks.rank == 0:
             keep_configs(self._run.folder.checkpoints, self._model)

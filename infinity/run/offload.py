@@ -51,6 +51,7 @@ from infinity.run.inspection import (
     warn_of_bf16,
 )
 from infinity.run.live_state import LiveSaves
+from infinity.run.modules_in_memory import ModulesInMemory
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
 from infinity.run.run_directory import ClaimedPaths, RunDirectory
@@ -73,6 +74,8 @@ def offload(
     init: InitFunction | None = None,
 ) -> PagedOptimizer:
     """Move the parameters and optimizer state of a sharded model to NVMe.
+
+    If some FSDP modules were sharded with `NVMeOffloadPolicy`, only these are moved, and all others stay in memory.
 
     Call it once, after `fully_shard` and after creating the optimizer, and train with the optimizer that it returns.
     Training produces bitwise the same weights, losses and gradients as training the same FSDP2 model in memory. All
@@ -248,7 +251,7 @@ def _make_steps(
         )  # fmt: skip
         run.undo.push(full.close)
     parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
-    base_optimizer = BaseOptimizer(optimizer, parameters, kernel, sharded.ignored)
+    base_optimizer = BaseOptimizer(optimizer, parameters, kernel, sharded.ignored, sharded.shards_in_memory)
     gpu_prefetcher = GpuPrefetcher(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, gpu_prefetcher, run.settings.memory.device_bytes, run.updates_on_device,
@@ -290,18 +293,22 @@ def _attach(
         run.undo.push(SavedActivations(sharded, run.activations).detach)
     run.undo.push(save_whole_adapters(sharded.model))
     reject_resizing(sharded.model)
-    checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer)
     base_optimizer.optimizer.state.clear()
+    scalars = resumed.scalars if resumed is not None else {}
     if resumed is not None:
-        runner.resume(resumed.step, resumed.scalars)
+        runner.resume(resumed.step, {shard: scalars[shard] for shard in sharded.paged_shards if shard in scalars})
         base_optimizer.kernel.restore_own(resumed.own)
-    if run.directory.found is not None:
-        checkpointer.forget_others()
     numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters() if id(param) in numbers}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, base_optimizer, of_model, names)
-    saves = LiveSaves(run, sharded.model, steps.described, runner, shards, attachment)
+    in_memory = ModulesInMemory(sharded, run.layout, shards, base_optimizer.in_memory, states)
+    if sharded.on_meta or resumed is not None:
+        run.ranks.together("loading the FSDP modules that stay in memory", partial(in_memory.load, scalars))
+    checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer, in_memory)
+    saves = LiveSaves(run, sharded.model, steps.described, runner, shards, attachment, in_memory)
+    if run.directory.found is not None:
+        checkpointer.forget_others()
     paged = PagedOptimizer(base_optimizer, run, runner, attachment.passes, states, checkpointer, saves, resumed)
     loaded = filling.load(paged)
     if loaded is not None:

@@ -157,13 +157,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._own.kernel.check_steps()
         self._unscale()
         rate = self._base_optimizer.param_groups[0].get("lr")
-        skips, ignored = runner.skips, self._own.ignored
+        skips, in_memory = runner.skips, self._own.in_memory
         with interrupts.held():  # an interrupt between the updates would leave some parameters one step ahead
-            ignored.prepare()
-            record = runner.step()
+            in_memory.prepare()
+            record = runner.step(others=in_memory.have_gradients)
             if not skips:
                 with telling(self._run.pager.fail):
-                    ignored.step()
+                    in_memory.step()
         if record is not None:
             if rate is not None:
                 self._run.ledger.learned_at(float(rate))
@@ -220,7 +220,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             with ledger.part("collective" if self._run.ranks.world_size > 1 else "update"):
                 total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
                 norm = total.full_tensor() if isinstance(total, DTensor) else total
-                if ignored := list(self._own.ignored.trained.values()):
+                if ignored := list(self._own.in_memory.ignored.values()):
                     total = norm = self._with_norm_of(ignored, norm, norm_type)
                     if error_if_nonfinite and not norm.isfinite():
                         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
@@ -347,9 +347,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._own.check_method(name, *args, **named)
         elif kernel.would_change(name):
             self._own.check()
-            self._own.ignored.prepare()
+            self._own.in_memory.prepare()
             self._runner.switch(name)
-            self._own.ignored.switch(name)
+            self._own.in_memory.switch(name)
 
     # Methods specific to paging #
 
@@ -598,7 +598,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if found is not None and bool(found):
             self._runner.skip()
         elif scale is not None:
-            for param in (*self._reader.parameters, *self._own.ignored.trained.values()):
+            for param in (*self._reader.parameters, *self._own.in_memory.ignored.values()):
                 if param.grad is not None:
                     param.grad.div_(scale)
 

@@ -10,7 +10,6 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +43,6 @@ from infinity.run.wear_warning import WearWarning
 from infinity.schedule.activation_pages import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
-from infinity.store.engine_choice import EngineChoice, choose_engine
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore, hash_threads, lay_out
@@ -144,8 +142,7 @@ class Run:
         self.peers = Peers(ranks)
         """The other ranks. A failure on one rank ends the run on all ranks."""
         try:
-            engine = ranks.once_per_node(self._choose_engine, otherwise=EngineChoice(settings.storage.engine, ""))
-            opened = ranks.together("opening the run", partial(self._open, budget, engine))
+            opened = ranks.together("opening the run", partial(self._open, budget))
             choose = partial(self._choose_update_device, opened.worker)
             self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
             """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
@@ -189,13 +186,7 @@ class Run:
         """Size of this rank's host cache, in bytes."""
         return self.host_cache.nbytes
 
-    def _choose_engine(self) -> EngineChoice:
-        """Return the I/O engine. The candidates are measured only if the state is large enough to justify it."""
-        state = self.layout.state_bytes * self.ranks.local_world_size
-        runtime = runtime_dir(self.settings.telemetry)
-        return choose_engine(self.settings.storage, self.layout.page_bytes, state, runtime)
-
-    def _open(self, budget: Budget, chosen: EngineChoice) -> _Components:
+    def _open(self, budget: Budget) -> _Components:
         settings, layout, folder, checkpoints = self.settings, self.layout, self.folder, self.directory.checkpoints
         with _naming_limit():
             folder.create()
@@ -210,7 +201,7 @@ class Run:
                 budget.cache_slots + budget.activation_cache_slots, layout.page_bytes, device=self.device
             )
             self.undo.push(partial(self._close_host_cache, host_cache))
-            moving, _ = open_engine(replace(settings.storage, engine=chosen.engine), chosen.reason)
+            moving, _ = open_engine(settings.storage)
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))

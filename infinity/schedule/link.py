@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from infinity.content.format import ITEMSIZE, MASTER, Role
 from infinity.content.layout import Layout
 from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
-from infinity.schedule.update_schedule import UpdateSchedule, expand
+from infinity.schedule.update_schedule import UpdateSchedule
 
 UPDATE_BYTES: Final = 24
 """Bytes per parameter that cross the link for an update on the device: the master and two moments, in both
@@ -51,7 +51,12 @@ class LinkTraffic(NamedTuple):
 
 
 def link_traffic(
-    events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, update_on_device: bool
+    events: Sequence[Event],
+    layout: Layout,
+    update_schedule: UpdateSchedule,
+    trace: Sequence[Access],
+    *,
+    update_on_device: bool,
 ) -> LinkTraffic:
     """Return the traffic of a step over the link.
 
@@ -59,9 +64,9 @@ def link_traffic(
         events: events of one step.
         layout: pages of this rank.
         update_schedule: where updates run, and which pages stay on the device.
+        trace: accesses of the step, as returned by `expand`.
         update_on_device: whether updates run on the device.
     """
-    trace = expand(events, layout, update_schedule)
     gathered = sum(
         count * _gathered_bytes(layout, fsdp_module) for fsdp_module, count in _gathers(trace, layout).items()
     )

@@ -10,7 +10,7 @@ from infinity.schedule.planner import Simulation, make_simulation, preferred
 from infinity.schedule.tier import with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
-from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand
+from infinity.schedule.update_schedule import Expansion, UpdateSchedule, eligible_for_backward, expand_events
 
 
 def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
@@ -60,7 +60,7 @@ def choose_simulation(
         BudgetError: if there are too few cache slots.
     """
     # Updates can overlap computation only if they run on their own thread.
-    choices: dict[tuple[Access, ...], UpdateSchedule] = {}
+    choices: dict[tuple[Access, ...], tuple[UpdateSchedule, Expansion]] = {}
     for overlapped in (True, False) if threaded and not exchanges else (False,):
         choice = replace(UpdateSchedule.of(name, events, forward=not exchanges), overlapped=overlapped)
         choice = with_device(
@@ -71,12 +71,17 @@ def choose_simulation(
             host_bytes=cache_slots * layout.page_bytes,
             update_on_device=update_on_device,
         )
-        choices.setdefault(expand(events, layout, choice), choice)
+        expansion = expand_events(events, layout, choice)
+        choices.setdefault(expansion.accesses, (choice, expansion))
     simulations = [
         make_simulation(
-            trace, layout, cache_slots, threaded=threaded, prefetched=staged_computation(events, layout, choices[trace])
+            trace,
+            layout,
+            cache_slots,
+            threaded=threaded,
+            prefetched=staged_computation(events, layout, choice, expansion),
         )
-        for trace in choices
+        for trace, (choice, expansion) in choices.items()
     ]
     simulation = preferred(simulations)
-    return choices[simulation.plan.trace], simulation
+    return choices[simulation.plan.trace][0], simulation

@@ -38,7 +38,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.cycle import Cycle, Moves
 from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
-from infinity.schedule.update_schedule import UpdateSchedule, expand_events
+from infinity.schedule.update_schedule import Expansion, UpdateSchedule
 
 BACKWARD = 2.5
 """Computation time of an FSDP module in backward relative to forward. The ratio is 2 without recomputation of
@@ -199,7 +199,7 @@ class StagedComputation:
 
 
 def staged_computation(
-    events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule
+    events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, expansion: Expansion
 ) -> StagedComputation | None:
     """Return the position of the computation within a step that prefetches weights or has GPU-resident modules.
 
@@ -210,6 +210,7 @@ def staged_computation(
         events: events of one step.
         layout: pages of this rank.
         update_schedule: where updates run, and which weights stay on the device.
+        expansion: accesses of the step, as returned by `expand_events`.
 
     Returns:
         The position of the computation, or ``None`` if the step neither prefetches weights to the GPU nor has
@@ -217,7 +218,6 @@ def staged_computation(
     """
     if not update_schedule.prefetched and not update_schedule.gpu_resident:
         return None
-    expansion = expand_events(events, layout, update_schedule)
     work = _computation_of_events(events, layout)
     length = len(expansion.accesses)
     shares = [0.0] * (length + 1)
@@ -276,16 +276,16 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
 class _LinkUse(NamedTuple):
     """Use of the link to the device by an access."""
 
-    fsdp_module: int
-    """FSDP module to which the pages of the access belong."""
     gathers: bool = False
     """``True`` if the access copies weights to the device."""
     stores: bool = False
     """``True`` if the access stores gradients from the device in pages."""
     updates: bool = False
     """``True`` if the access applies gradients from the device that are not stored in pages."""
-    begins: bool = False
-    """``True`` if the access is the first one of a gather, or of an update that applies gradients from the device."""
+    leaves: bool = False
+    """``True`` if the access is the first one of an update that applies gradients from the device. These leave the
+    device before it.
+    """
     copying: float = 0.0
     """Fraction of a step's weights, or of its gradients, that is copied for the access. The first access of an update
     counts all gradients of the FSDP module.
@@ -319,14 +319,14 @@ def _link_uses(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> l
         changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if gathers:
             copying = weights[fsdp_module] / accesses[fsdp_module]
-            link_uses.append(_LinkUse(fsdp_module, gathers=True, begins=begins, copying=copying, weights=(first,)))
+            link_uses.append(_LinkUse(gathers=True, copying=copying, weights=(first,)))
         elif pages[first].role is not grad:
             copying = float(begins and not on_device and gradients[fsdp_module])
-            link_uses.append(_LinkUse(fsdp_module, updates=True, begins=begins, copying=copying, weights=changed))
+            link_uses.append(_LinkUse(updates=True, leaves=begins, copying=copying, weights=changed))
         elif mode.modifies:
-            link_uses.append(_LinkUse(fsdp_module, stores=True, copying=float(pages[first].nbytes)))
+            link_uses.append(_LinkUse(stores=True, copying=float(pages[first].nbytes)))
         else:
-            link_uses.append(_LinkUse(fsdp_module, weights=changed))
+            link_uses.append(_LinkUse(weights=changed))
     there = sum(link_use.copying for link_use in link_uses if link_use.gathers) or 1.0
     back = sum(link_use.copying for link_use in link_uses if not link_use.gathers) or 1.0
     return [
@@ -467,85 +467,11 @@ class Timing:
             transfers.cache_slots,
             work_before,
             awaited,
-            _Link(link_uses, resources) if link_uses is not None else None,
+            link_uses,
+            resources,
             verifying=resources.verifying / sum(reads) if reads else 0.0,
             hashing=resources.hashing / transfers.written if transfers.written else 0.0,
         )
-
-
-class _Link:
-    """Both directions of the link to a device, for one simulation.
-
-    Weights are copied page by page. Life cycle of the gradients of an FSDP module: they leave the device when they have
-    been computed, arrive in host memory when all of them have been copied, and are consumed by an update of the FSDP
-    module.
-    """
-
-    def __init__(self, link_uses: Sequence[_LinkUse], resources: OtherResources) -> None:
-        """Start with an idle link.
-
-        Args:
-            link_uses: use of the link by each access, by position.
-            resources: time that copies take, and the maximum number of FSDP modules that may wait for their update.
-        """
-        self._link_uses, self._limit = link_uses, resources.update_limit
-        self._weights, self._gradients = resources.weights, resources.gradients
-        self._read, self._changed = resources.read, resources.changed
-        self._there = 0.0  # end of all copies to the device so far
-        self._back = 0.0  # end of all copies to the host so far
-        self._arrived: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
-        self._updated: dict[int, float] = {}  # by FSDP module: end of its last update
-        self._waiting: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
-        self._written: dict[int, float] = {}  # by page: time of the last modification of weights
-
-    def leave(self, place: int, training: float) -> float:
-        """Start copying the gradients that an access uses. Return the time at which the training thread continues."""
-        link_use = self._link_uses[place]
-        if link_use.updates and link_use.begins:
-            if self._limit and len(self._waiting) == self._limit:
-                training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
-            self._waiting.append(link_use.fsdp_module)
-            self._back = max(self._back, training) + link_use.copying * self._gradients
-            self._arrived[link_use.fsdp_module] = self._back
-        return training
-
-    def begin(self, place: int, at: float) -> float:
-        """Return the time at which an access begins after it has waited for the link and for copies that it depends on.
-
-        Args:
-            place: position of the access.
-            at: current time of the thread of the access.
-        """
-        link_use = self._link_uses[place]
-        if link_use.gathers:
-            # As in the pager, a prefetch to the GPU waits for the update of its weights. An earlier copy would contain
-            # stale weights.
-            return max(at, self._there, self._written.get(link_use.weights[0], 0.0))
-        if link_use.stores:
-            return max(at, self._back)
-        return max(at, self._arrived.get(link_use.fsdp_module, 0.0)) if link_use.updates else at
-
-    def end(self, place: int, at: float) -> tuple[float, float]:
-        """Return the times at which the thread of an access continues and at which the access ends.
-
-        Args:
-            place: position of the access.
-            at: time at which the pages of the access are available.
-        """
-        link_use = self._link_uses[place]
-        if link_use.gathers:
-            at = self._there = at + link_use.copying * self._weights
-        elif link_use.stores:
-            at = self._back = at + link_use.copying * self._gradients
-        else:
-            free = at
-            if self._read and link_use.updating:
-                free = self._there = max(at, self._there) + link_use.updating * self._read
-                at = self._back = max(free, self._back) + link_use.updating * self._changed
-            self._updated[link_use.fsdp_module] = at
-            self._written.update(dict.fromkeys(link_use.weights, at))
-            return free, at
-        return at, at
 
 
 def simulate(
@@ -554,7 +480,8 @@ def simulate(
     cache_slots: int,
     work: Sequence[float],
     awaited: Sequence[Sequence[tuple[int, float]]],
-    link: _Link | None = None,
+    link_uses: Sequence[_LinkUse] | None = None,
+    resources: OtherResources = NOTHING,
     *,
     verifying: float = 0.0,
     hashing: float = 0.0,
@@ -564,7 +491,9 @@ def simulate(
     Time is measured in bytes that the drive can transfer. Life cycle of a page: the page is requested; its read starts
     when a cache slot is free; the page is ready when the drive has read it and its checksum has been verified; and it
     arrives when an access takes it. Its cache slot becomes free when the page leaves or, if the page was modified, when
-    it has been written. Reads start, and pages arrive, in the order of the requests.
+    it has been written. Reads start, and pages arrive, in the order of the requests. Life cycle of the gradients of an
+    FSDP module on a device: they leave the device when they have been computed, arrive in host memory when all of them
+    have been copied, and are consumed by an update of the FSDP module.
 
     A search simulates hundreds of steps with tens of thousands of accesses each. Therefore the whole state is in local
     variables of one function.
@@ -576,7 +505,8 @@ def simulate(
         work: computation time before each access.
         awaited: before each access, the FSDP modules whose prefetched weights the computation waits for, with the
             computation time that follows each wait.
-        link: link to the device, or ``None`` if the simulation includes no link.
+        link_uses: use of the link to the device by each access, or ``None`` if the simulation includes no link.
+        resources: times of copies over the link, and the maximum number of FSDP modules that may wait for their update.
         verifying: time to verify the checksum, per byte read.
         hashing: time to compute the checksum, per byte written.
     """
@@ -587,9 +517,15 @@ def simulate(
     ready: deque[float] = deque()  # times at which pages that have not arrived are ready, in order
     written: deque[float] = deque()  # times at which writes free their cache slots, in order
     there: dict[int, float] = {}  # by FSDP module: when its weights have been prefetched to the GPU
+    to_device = to_host = 0.0  # ends of all copies to the device and to the host so far
+    gradients: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
+    applied: dict[int, float] = {}  # by FSDP module: end of its last update
+    behind: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
+    changed: dict[int, float] = {}  # by page: time of the last modification of weights
     # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
     ended: deque[tuple[int, float]] = deque()
     next_read, next_ready = itertools.cycle(reads).__next__, ready.popleft
+    limit = resources.update_limit
     wanted = 0  # reads that have been requested; each read starts as soon as a cache slot is free
 
     def start(before: float) -> None:
@@ -623,8 +559,13 @@ def simulate(
             training += computing
             for awaited_module, duration in waits:
                 training = max(training, there.get(awaited_module, 0.0)) + duration
-            if link is not None:
-                training = link.leave(place, training)
+            if link_uses is not None:
+                use = link_uses[place]
+                if use.leaves:  # start copying the gradients
+                    if limit and len(behind) == limit:
+                        training = max(training, applied.get(behind.popleft(), 0.0))
+                    behind.append(fsdp_module)
+                    gradients[fsdp_module] = to_host = max(to_host, training) + use.copying * resources.gradients
             # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished
             # update limits how far the training thread can advance. Without this wait, the simulation would overlap
             # transfers that the pager cannot overlap, and the planner would prefer plans that are slow in practice.
@@ -644,8 +585,15 @@ def simulate(
                     at = updated
             elif executor == _PREFETCHES and prefetched > at:
                 at = prefetched
-            if link is not None:
-                at = link.begin(place, at)
+            if link_uses is not None:
+                if use.gathers:
+                    # As in the pager, a prefetch to the GPU waits for the update of its weights. An earlier copy would
+                    # contain stale weights.
+                    at = max(at, to_device, changed.get(use.weights[0], 0.0))
+                elif use.stores:
+                    at = max(at, to_host)
+                elif use.updates:
+                    at = max(at, gradients.get(fsdp_module, 0.0))
             for read in entering:
                 if read:
                     while not ready:
@@ -661,8 +609,18 @@ def simulate(
                     at = since
             at += taking
             end = at
-            if link is not None:
-                at, end = link.end(place, at)
+            if link_uses is not None:
+                if use.gathers:
+                    at = end = to_device = at + use.copying * resources.weights
+                elif use.stores:
+                    at = end = to_host = at + use.copying * resources.gradients
+                else:
+                    if resources.read and use.updating:
+                        at = to_device = max(at, to_device) + use.updating * resources.read
+                        end = to_host = max(at, to_host) + use.updating * resources.changed
+                    applied[fsdp_module] = end
+                    for page in use.weights:
+                        changed[page] = end
             if executor != _TRAINING:
                 ended.append((first + last, end))
                 if executor == _UPDATES:

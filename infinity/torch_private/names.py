@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -217,9 +217,10 @@ def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
     )
 
 
-def uses_cpu_offload(group: Any) -> bool:
-    """Return whether a group was sharded with FSDP2's `CPUOffloadPolicy`."""
-    return isinstance(group.offload_policy, CPUOffloadPolicy)
+def offload_policy(group: Any) -> OffloadPolicy:
+    """Return the `offload_policy` with which a group was sharded."""
+    policy: OffloadPolicy = group.offload_policy
+    return policy
 
 
 def reshards_to_fewer_ranks(group: Any) -> bool:
@@ -344,6 +345,20 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
         vars(new).update(vars(current))  # the user's attributes, which the swap would replace
         torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
     param._init_extensions()  # FSDP2 does this before the first forward only
+
+
+def materialize(param: Any, device: torch.device) -> None:
+    """Allocate a sharded parameter that is on the meta device, without changing its identity.
+
+    Args:
+        param: FSDP2's `FSDPParam` object.
+        device: Device of the parameter. Its elements become zero.
+    """
+    current = param.sharded_param
+    if current.is_meta:
+        local = torch.zeros(param.sharded_size, dtype=current.dtype, device=device)
+        set_value(current, param.to_sharded_dtensor(local))
+        param.reset_sharded_param()  # pads the local tensor
 
 
 def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:

@@ -23,7 +23,7 @@ from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore
 from support.ranks import RankPool
-from support.session import Session, reference
+from support.session import Session
 from support.tables import alternate
 
 LATEST = {"resume": "latest", "retained_checkpoints": 2}
@@ -154,14 +154,12 @@ def test_withdrawn_checkpoint_is_removed_durably(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("while_publishing", [False, True])
 def test_training_continues_if_checkpoint_files_cannot_be_removed(
-    while_publishing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    while_publishing: bool, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages stay protected in additional space, instead of blocking the next steps, until a removal succeeds.
 
     The files are those of the previous checkpoint or, if an error occurs while publishing, those of the failed one.
     """
-    (tmp_path / "reference").mkdir()
-    expected = reference(tmp_path / "reference")
     with Session(tmp_path) as session:
         losses = session.run(3)
         with monkeypatch.context() as patch:
@@ -182,7 +180,7 @@ def test_training_continues_if_checkpoint_files_cannot_be_removed(
         assert set(store._named) == set(
             store.versions(session.optimizer._checkpointer._checkpoint_writer._pages).values()
         )
-    assert losses == expected
+    assert losses == undisturbed
     with Session(tmp_path, run=LATEST) as session:
         assert session.optimizer.steps == 9
 
@@ -264,11 +262,9 @@ def test_checkpoint_interrupted_before_the_exchange_is_withdrawn(
     [(checkpoints, "remove_checkpoints"), (PageStore, "adopt"), (PageStore, "release"), (manifests, "write_manifest")],
 )
 def test_ctrl_c_is_deferred_until_the_checkpoint_is_complete(
-    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise replaced pages might not be freed, and the next step would have no slots to write to."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = reference(tmp_path / "undisturbed")
     original, calls = getattr(owner, name), []
 
     def interrupting(*given: Any, **named: Any) -> Any:

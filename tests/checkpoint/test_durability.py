@@ -6,10 +6,10 @@ import errno
 import gc
 import os
 import random
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,10 @@ from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
 from support.session import EVERY, KILLS, STEPS, Session, reference, run_killed_session
-from support.tables import all_but, alternate
+from support.tables import all_but
 from support.train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
 LATEST = {"resume": "latest"}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of an uninterrupted run."""
-    return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
@@ -272,18 +266,15 @@ CHANGES = {
 OPTIMIZER_OF = {"optimizer": "sgd_nesterov", "similar optimizer": "nadam"}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_resume_with_a_different_model_or_optimizer_is_rejected(
-    change: str, undisturbed: list[float], tmp_path: Path
-) -> None:
+def test_resume_with_a_different_model_or_optimizer_is_rejected(undisturbed: list[float], tmp_path: Path) -> None:
     """The run can still be resumed afterwards."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-    model = models.build("repeated" if change == "model" else "toy")
-    other = Recipe(groups=change != "groups", optimizer=OPTIMIZER_OF.get(change, "adamw"))
-    optimizer = make_optimizer(other, model)
-    with pytest.raises((CheckpointError, ConfigError), match=CHANGES[change]):
-        infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 * MIB, run=LATEST))
+    for change, message in CHANGES.items():
+        model = models.build("repeated" if change == "model" else "toy")
+        other = Recipe(groups=change != "groups", optimizer=OPTIMIZER_OF.get(change, "adamw"))
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            infinity.offload(model, make_optimizer(other, model), settings(tmp_path, Paging(), 64 * MIB, run=LATEST))
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
@@ -321,38 +312,23 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def truncated(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def emptied(data: bytes) -> bytes:
-    return b""
-
-
 def bit_flipped(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-def malformed(data: bytes) -> bytes:
-    return b'{"checksum": 5, "body": [1, 2]}'
-
-
-@pytest.mark.parametrize(
-    ("damage", "suffix"), alternate([truncated, emptied, bit_flipped, malformed], ["json", "safetensors"])
-)
-def test_damaged_checkpoint_raises(
-    suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_raises(undisturbed: list[float], tmp_path: Path) -> None:
     """The error names the manifest or state file, and no file is removed."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-    (file,) = (run_folder(tmp_path) / "checkpoints").glob(f"step*.{suffix}")
-    good = file.read_bytes()
-    file.write_bytes(damage(good))
-    with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
-        Session(tmp_path, run=LATEST)
-    file.write_bytes(good)
+    for suffix in ("json", "safetensors"):
+        (file,) = (run_folder(tmp_path) / "checkpoints").glob(f"step*.{suffix}")
+        good = file.read_bytes()
+        for content in (good[: len(good) // 2], b"", bit_flipped(good), b'{"checksum": 5, "body": [1, 2]}'):
+            file.write_bytes(content)
+            with pytest.raises(CheckpointError, match=re.escape(file.name)):
+                Session(tmp_path, run=LATEST)
+        file.write_bytes(good)
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
@@ -459,7 +435,7 @@ def test_run_keep_controls_files_after_close(keep: str, checkpoint: bool, entrie
     assert (found.status, found.value("steps_total")) == ("ended", 2)
 
 
-@pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("runs", [12, pytest.param(100, marks=pytest.mark.wide)])
 def test_repeated_runs_leak_no_resources(runs: int, tmp_path: Path) -> None:
     """The test counts descriptors, threads, mappings and files."""
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.errors import BudgetError, StorageError
 from infinity.units import KIB
-from support.session import Session, reference
+from support.session import Session
 from support.train import MIB, Paging, settings
 
 UNTIL = 4
@@ -64,10 +64,8 @@ def test_close_removes_the_reserved_space(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_extra_that_does_not_fit_raises(tmp_path: Path) -> None:
+def test_extra_that_does_not_fit_raises(undisturbed: list[float], tmp_path: Path) -> None:
     """The size of `extra` is not known in advance; the error names the file, and the previous checkpoint is kept."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = reference(tmp_path / "undisturbed")
     mount_point = tmp_path / "nvme0"
     mount_point.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount_point)], check=False)

@@ -15,7 +15,7 @@ from infinity.run import inspection
 from infinity.store.folder import holders
 from support.ranks import RankPool
 from support.resharding import LATEST, all_tensors, newest_checkpoint, resume_and_train, train_and_save, unequal_names
-from support.session import EVERY, STEPS, Session, reference
+from support.session import EVERY, STEPS, Session
 from support.train import KIB, MIB, Recipe
 
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -91,10 +91,8 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_resume_with_different_pages_or_paths_is_exact(change: str, tmp_path: Path) -> None:
+def test_resume_with_different_pages_or_paths_is_exact(change: str, undisturbed: list[float], tmp_path: Path) -> None:
     """Losses, including the effect of random states, equal those of an uninterrupted run."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = reference(tmp_path / "undisturbed")
     with Session(tmp_path) as session:
         session.run(EVERY)
     (tmp_path / "nvme1").mkdir()
@@ -124,10 +122,8 @@ def test_resume_keeps_the_page_size_of_the_checkpoint(tmp_path: Path, monkeypatc
         assert session.optimizer.run.layout.page_bytes < found[0][1], "a new run would have smaller pages"
 
 
-def test_resume_on_fewer_different_paths_is_exact(tmp_path: Path) -> None:
+def test_resume_on_fewer_different_paths_is_exact(undisturbed: list[float], tmp_path: Path) -> None:
     """A run on two paths resumes on a third one, unless the run is still active."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = reference(tmp_path / "undisturbed")
     (tmp_path / "nvme1").mkdir()
     (tmp_path / "elsewhere").mkdir()
     two = {"paths": [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]}
@@ -165,10 +161,8 @@ def test_reader_reads_only_pages_of_the_requested_rows(
         read.clear()
 
 
-def test_resharded_run_has_a_checkpoint_before_its_first_step(tmp_path: Path) -> None:
+def test_resharded_run_has_a_checkpoint_before_its_first_step(undisturbed: list[float], tmp_path: Path) -> None:
     """The old run is unchanged."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = reference(tmp_path / "undisturbed")
     with Session(tmp_path) as session:
         session.run(EVERY)
         old = session.optimizer.run.folder.run_id

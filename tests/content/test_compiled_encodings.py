@@ -6,15 +6,20 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.content import compiled, reference
+from infinity.content import compiled, kernels, reference
 from infinity.content.encoding import decode, encode
 from infinity.content.format import FORMATS, SHARD_ALIGNMENT
 from infinity.run import inspection
@@ -62,34 +67,31 @@ def check(values: torch.Tensor, encoding: str, step: int | None) -> None:
     assert bitwise_equal(values, before)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("step", STEPS)
-def test_all_upper_halves_match_the_reference(encoding: str, step: int | None) -> None:
+def test_all_upper_halves_match_the_reference(subtests: pytest.Subtests) -> None:
     """All 2^16 signs, exponents and mantissas of bf16, each with one lower half, in order and shuffled."""
     upper = torch.arange(1 << 16)
     bits = (upper << 16) + upper * 40503 % (1 << 16)
     shuffled = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
-    for order in (upper, shuffled):
-        check(from_bits(bits[order]), encoding, step)
     finite = from_bits(bits)
     finite = finite[finite.abs() < 2.0**120]  # larger numbers are left to the reference
-    count = len(finite) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
-    check(finite[:count], encoding, step)
-    check(finite[:count].abs(), encoding, step)
+    finite = finite[: len(finite) // SHARD_ALIGNMENT * SHARD_ALIGNMENT]
+    for encoding, step in product(ENCODINGS, STEPS):
+        with subtests.test(encoding, step=step):
+            for values in (from_bits(bits), from_bits(bits[shuffled]), finite, finite.abs()):
+                check(values, encoding, step)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("bits", [sign | bits for bits in SPECIAL for sign in (0, 1 << 31)])
-def test_special_numbers_match_the_reference(encoding: str, bits: int) -> None:
+def test_special_numbers_match_the_reference(subtests: pytest.Subtests) -> None:
     """A special number alone, at the boundaries of its block, and as the entire block; other blocks are ordinary."""
     torch.manual_seed(0)
     ordinary = torch.randn(3 * SHARD_ALIGNMENT)
-    special = from_bits(torch.tensor([bits]))
-    for values in (ordinary, ordinary.square()):
-        for place in (SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT - 1, slice(SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT)):
-            given = values.clone()
-            given[place] = special[0]
-            check(given, encoding, 5)
+    places = (SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT - 1, slice(SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT))
+    for encoding, bits, sign in product(ENCODINGS, SPECIAL, (0, 1 << 31)):
+        with subtests.test(f"{encoding} {sign | bits:#x}"):
+            for values, place in product((ordinary, ordinary.square()), places):
+                given = values.clone()
+                given[place] = from_bits(torch.tensor([sign | bits]))[0]
+                check(given, encoding, 5)
 
 
 PATTERNS = st.one_of(
@@ -145,15 +147,15 @@ def test_flushing_denormals_matches_the_reference() -> None:
 
 def test_compiled_kernels_encode_finite_numbers() -> None:
     """Input with a NaN is left to the reference, and no kernel is compiled for another argument type."""
-    kernels = compiled.kernels(torch.device("cpu"))
+    cpu = compiled.kernels(torch.device("cpu"))
     values = torch.randn(2 * SHARD_ALIGNMENT)
     for encoding in ENCODINGS:
         made = [component.contiguous().zero_() for component in reference.encode(values.clone(), encoding, 1)]
-        assert kernels.encode(values, encoding, 1, made)
+        assert cpu.encode(values, encoding, 1, made)
         assert all(map(bitwise_equal, made, reference.encode(values, encoding, 1)))
         broken = values.clone()
         broken[3] = torch.nan
-        assert not kernels.encode(broken, encoding, 1, made)
+        assert not cpu.encode(broken, encoding, 1, made)
     assert compiled.kernels(torch.device("meta")) is None
 
 
@@ -184,23 +186,26 @@ def test_kernels_release_the_interpreter_lock() -> None:
     assert count > 20
 
 
-@pytest.mark.parametrize("name", FORMATS)
 def test_run_prepares_the_kernels_of_its_format(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run without kernels logs one warning before its first step; fp32 needs no kernels."""
     none = compiled.Prepared(None, "numba was removed by the test", 0.0)
-    prepared: list[str] = []
-    monkeypatch.setattr(inspection, "prepare", lambda: prepared.append(name) or none)
-    with caplog.at_level("WARNING", "infinity"), offloaded(Recipe(model="toy"), Paging(format=name), tmp_path):
-        pass
-    assert prepared == ([] if name == "fp32" else [name])
-    warnings = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
-    assert len(warnings) == len(prepared)
-    assert all(f'"{name}"' in line and "numba was removed by the test" in line for line in warnings)
+    prepare = mock.Mock(return_value=none)
+    monkeypatch.setattr(inspection, "prepare", prepare)
+    caplog.set_level("WARNING", "infinity")
+    for name in FORMATS:
+        prepare.reset_mock()
+        caplog.clear()
+        with offloaded(Recipe(model="toy"), Paging(format=name), tmp_path):
+            pass
+        warnings = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
+        with subtests.test(name):
+            assert prepare.call_count == len(warnings) == (name != "fp32")
+            assert all(f'"{name}"' in line and "numba was removed by the test" in line for line in warnings)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp32"])
+@pytest.mark.parametrize("name", ["split", pytest.param("bf16-moments", marks=pytest.mark.wide), "8bit"])
 def test_run_without_kernels_is_bitwise_equal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and states match in the smallest host cache too, where pages end inside a decoded range."""
     recipe, paging, found = Recipe(model="toy", groups=True), Paging(host_cache="least", format=name), []
@@ -218,69 +223,51 @@ def test_run_without_kernels_is_bitwise_equal(name: str, tmp_path: Path, monkeyp
 # Unavailable kernels #
 
 
-def run_in_new_process(code: str, **variables: str) -> str:
-    """Return the output of code that runs in a new process."""
-    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), **variables}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_numba_is_not_imported_before_prepare() -> None:
-    """Neither importing infinity nor an encoding before `prepare` imports it."""
+def test_numba_is_imported_by_prepare_and_may_be_disabled() -> None:
+    """With NUMBA_DISABLE_JIT, there are no kernels: interpreted by Python, they would be slower than PyTorch."""
     code = (
         "import sys, torch, infinity\n"
         "from infinity.content.encoding import encode\n"
         "encode(torch.ones(64), '8bit', 1)\n"
-        "print('numba' in sys.modules)"
+        "assert 'numba' not in sys.modules\n"
+        "from infinity.content.compiled import prepare\n"
+        "found = prepare()\n"
+        "print(found.kernels, found.reason)"
     )
-    assert run_in_new_process(code) == "False"
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == "None NUMBA_DISABLE_JIT is set", done.stderr
 
 
-def test_numba_disable_jit_disables_the_kernels() -> None:
-    """Kernels interpreted by Python would be much slower than PyTorch."""
-    code = "from infinity.content.compiled import prepare\nfound = prepare()\nprint(found.kernels, found.reason)"
-    assert run_in_new_process(code, NUMBA_DISABLE_JIT="1") == "None NUMBA_DISABLE_JIT is set"
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
+def test_failed_preparation_selects_the_reference(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the reason that the run logs."""
+    for error, reason in [
         (ModuleNotFoundError("No module named 'numba'", name="numba"), "pip install 'infinity-offload[jit]'"),
         (ImportError("Numba needs NumPy 2.5 or less"), "ImportError: Numba needs NumPy 2.5 or less"),
         (RuntimeError("LLVM\nat length"), "RuntimeError: LLVM"),
-    ],
-)
-def test_failed_preparation_selects_the_reference(
-    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is the reason that the run logs."""
-
-    def fail(*_: object) -> bool:
-        raise error
-
-    monkeypatch.setattr(compiled, "_differs", fail)
-    monkeypatch.setattr(compiled, "_prepared", None)
-    found = compiled.prepare()
-    assert found.kernels is None
-    assert reason in found.reason
-    values = torch.randn(SHARD_ALIGNMENT)
-    assert all(map(bitwise_equal, encode(values, "8bit", 1), reference.encode(values, "8bit", 1)))
+    ]:
+        monkeypatch.setattr(compiled, "_differs", mock.Mock(side_effect=error))
+        monkeypatch.setattr(compiled, "_prepared", None)
+        with subtests.test(reason):
+            found = compiled.prepare()
+            assert found.kernels is None
+            assert reason in found.reason
+            values = torch.randn(SHARD_ALIGNMENT)
+            assert all(map(bitwise_equal, encode(values, "8bit", 1), reference.encode(values, "8bit", 1)))
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_kernels_that_differ_from_the_reference_are_rejected(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are compared before their first use; here one bit of one component differs."""
-    from infinity.content import kernels
+def flip_a_bit(kernel: Callable[..., bool], *arguments: Any) -> bool:
+    """Run an encoding kernel and invert one bit of one component."""
+    done = kernel(*arguments)
+    arguments[2 if kernel is kernels.encode_8bit else 1][77] ^= 1
+    return done
 
-    real = vars(kernels)[f"encode_{encoding}"]
 
-    def wrong(*arguments: object) -> bool:
-        done = real(*arguments)
-        items = arguments[2 if encoding == "8bit" else 1]
-        items[77] ^= 1
-        return done
-
-    changed = SimpleNamespace(**{**vars(kernels), f"encode_{encoding}": wrong})
-    assert compiled._differs(compiled.Kernels(changed), encoding)
-    assert not compiled._differs(compiled.Kernels(kernels), encoding)
+def test_kernels_that_differ_from_the_reference_are_rejected(subtests: pytest.Subtests) -> None:
+    """The kernels are compared before their first use."""
+    for encoding in ENCODINGS:
+        name = f"encode_{encoding}"
+        wrong = {**vars(kernels), name: partial(flip_a_bit, getattr(kernels, name))}
+        with subtests.test(encoding):
+            assert compiled._differs(compiled.Kernels(SimpleNamespace(**wrong)), encoding)
+            assert not compiled._differs(compiled.Kernels(kernels), encoding)

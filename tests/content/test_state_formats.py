@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -49,11 +51,10 @@ EXPONENTS = (0x0000, 0x0080, 0x2000, 0x3F80, 0x6000, 0x7F00, 0x7F80)  # zero and
 UPPER = [e + mantissa for e in EXPONENTS for mantissa in (0, 1, 0x3F, 0x40, 0x7E, 0x7F)]
 
 
-@pytest.mark.parametrize("sign", [0, 0x8000])
-def test_split_master_is_exact(sign: int) -> None:
+def test_split_master_is_exact() -> None:
     """All 2^16 remainders are exact with even, odd and carrying mantissas, ties, denormals, infinity and NaN."""
-    for upper in UPPER:
-        master = numbers_with_upper_half(sign | upper)
+    for upper in [sign | upper for upper in UPPER for sign in (0, 0x8000)]:
+        master = numbers_with_upper_half(upper)
         weights, lower, rounded_up = encode(master, "split")
         assert torch.equal(weights.view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
         found = decode((weights, lower.contiguous(), rounded_up), "split")
@@ -136,33 +137,28 @@ def round_trip(values: torch.Tensor, encoding: str, step: int | None = None) -> 
     return decode(encode(values, encoding, step), encoding)
 
 
-@pytest.mark.parametrize("encoding", ["bfloat16", "8bit"])
-@pytest.mark.parametrize("squared", [False, True])
-def test_moments_are_rounded_without_bias(encoding: str, squared: bool) -> None:
+def test_moments_are_rounded_without_bias(subtests: pytest.Subtests) -> None:
     """The mean over steps is unbiased for small numbers next to large ones, and rounding is deterministic per step."""
     torch.manual_seed(0)
-    values = torch.randn(1 << 12) * torch.logspace(-3, 0, 1 << 12)
-    values = values.square() if squared else values
-    steps = 500
-    found = [round_trip(values, encoding, step).double() for step in range(steps)]
-    error = (torch.stack(found).mean(0) - values).abs() / values.abs()
-    spacing = 2**-7 if encoding == "bfloat16" else 1 / 8
-    bound = 5 * spacing / 2 / steps**0.5
-    assert error.quantile(0.99) < bound
-    assert torch.equal(round_trip(values, encoding, 3), round_trip(values, encoding, 3))
-    assert not torch.equal(found[3], found[4])
+    signed, steps = torch.randn(1 << 12) * torch.logspace(-3, 0, 1 << 12), 500
+    for (encoding, spacing), values in product({"bfloat16": 2**-7, "8bit": 1 / 8}.items(), (signed, signed.square())):
+        with subtests.test(encoding, squared=values is not signed):
+            found = [round_trip(values, encoding, step).double() for step in range(steps)]
+            error = (torch.stack(found).mean(0) - values).abs() / values.abs()
+            assert error.quantile(0.99) < 5 * spacing / 2 / steps**0.5
+            assert torch.equal(round_trip(values, encoding, 3), round_trip(values, encoding, 3))
+            assert not torch.equal(found[3], found[4])
 
 
-@pytest.mark.parametrize("encoding", ["bfloat16", "8bit"])
-def test_second_moment_decays(encoding: str) -> None:
+def test_second_moment_decays() -> None:
     """Without gradients it halves in 693 steps with beta2 = 0.999; rounding to nearest would keep it constant."""
-    moments = torch.rand(1 << 12) + 0.5
-    falling, stuck = moments, moments
-    for step in range(693):
-        falling = round_trip(falling * 0.999, encoding, step)
-        stuck = round_trip(stuck * 0.999, encoding)
-    assert abs(float(falling.mean() / moments.mean()) - 0.5) < 0.02
-    assert float(stuck.mean() / moments.mean()) > 0.9
+    for encoding in ("bfloat16", "8bit"):
+        falling = stuck = moments = torch.rand(1 << 12) + 0.5
+        for step in range(693):
+            falling = round_trip(falling * 0.999, encoding, step)
+            stuck = round_trip(stuck * 0.999, encoding)
+        assert abs(float(falling.mean() / moments.mean()) - 0.5) < 0.02, encoding
+        assert float(stuck.mean() / moments.mean()) > 0.9, encoding
 
 
 def test_8bit_codes_keep_three_bits() -> None:
@@ -178,16 +174,15 @@ def test_8bit_codes_keep_three_bits() -> None:
     assert not round_trip(-torch.zeros(SHARD_ALIGNMENT), "8bit", 1).any()
 
 
-@pytest.mark.parametrize("encoding", ["bfloat16", "8bit"])
-@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7F800000, -0x800000, 0x7FFFFFFF, -1, 0x7F800001])
-def test_nonfinite_values_remain_nonfinite(encoding: str, bits: int) -> None:
+def test_nonfinite_values_remain_nonfinite() -> None:
     """This holds for all bit patterns of NaN, and other blocks are unchanged."""
-    values = torch.ones(2 * SHARD_ALIGNMENT)
-    values.view(torch.int32)[3] = bits
-    for step in (None, 7):
+    patterns = (0x7FC00000, -0x400000, 0x7F800000, -0x800000, 0x7FFFFFFF, -1, 0x7F800001)
+    for bits, encoding, step in product(patterns, ("bfloat16", "8bit"), (None, 7)):
+        values = torch.ones(2 * SHARD_ALIGNMENT)
+        values.view(torch.int32)[3] = bits
         found = round_trip(values, encoding, step)
-        assert not found[3].isfinite()
-        assert torch.equal(found[SHARD_ALIGNMENT:], values[SHARD_ALIGNMENT:])
+        assert not found[3].isfinite(), (bits, encoding, step)
+        assert torch.equal(found[SHARD_ALIGNMENT:], values[SHARD_ALIGNMENT:]), (bits, encoding, step)
 
 
 @pytest.mark.parametrize("name", SMALLER_MOMENTS)
@@ -323,10 +318,12 @@ def unsupported_format_message(recipe: Recipe, name: str, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("policy", "name"), [("fp32", "split"), ("pure_bf16", "split"), ("pure_bf16", "8bit")])
-def test_format_without_effect_is_rejected(policy: str, name: str, tmp_path: Path) -> None:
+def test_format_without_effect_is_rejected(subtests: pytest.Subtests) -> None:
     """The policy has no fp32 master in addition to bf16 weights, or no fp32 state."""
-    assert "state.format" in unsupported_format_message(Recipe(model="toy", policy=policy), name, tmp_path)
+    for policy, name in [("fp32", "split"), ("pure_bf16", "split"), ("pure_bf16", "8bit")]:
+        with subtests.test(policy, name=name), TemporaryDirectory() as folder:
+            tmp_path = Path(folder)
+            assert "state.format" in unsupported_format_message(Recipe(model="toy", policy=policy), name, tmp_path)
 
 
 def test_format_applies_to_fp32_components_only() -> None:

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -147,38 +148,31 @@ def plant_file_of_another_user(file: Path, victim: Path) -> None:
     os.chown(file, OTHER_USER, -1)
 
 
-@pytest.mark.parametrize("plant", [plant_pipe, plant_link, plant_file_of_another_user])
-def test_planted_files_in_the_runtime_folder_are_ignored(tmp_path, plant):
+def test_planted_files_in_the_runtime_folder_are_ignored(subtests):
     """Daemon and ranks neither block on planted files nor read them, and do not overwrite the target of a link."""
-    victim = tmp_path / "victim"
-    victim.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
-    precious = victim.read_bytes()
-    runtime = tmp_path / "runtime"
-    runtime.mkdir(mode=0o700)
-    for name in (path_bandwidth.CACHE_NAME, FILE_NAME, "x.rank0.stats"):
-        plant(runtime / name, victim)
-    names = ["/a", "/b"]
-    assert path_bandwidth._from_cache(names, runtime) is None
-    remember(runtime / path_bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
-    assert path_bandwidth._from_cache(names, runtime) == [1.0, 3.0]
-    with daemon(runtime):
-        found = talk(runtime, {"op": "record_bandwidth", "rates": {str(tmp_path): {"read": 1e9}}, "source": "run"})
-        assert found[0]["ok"]
-        assert json.loads((runtime / FILE_NAME).read_text())["measurements"]
-        (status,) = talk(runtime, {"op": "status"})
-        assert status["broken_stats_files"] == 1
-    assert victim.read_bytes() == precious
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['{"/a|/b": [1e999, 1]}', '{"/a|/b": [NaN, 1]}', f'{{"/a|/b": [1, {10**400}]}}', '{"/a|/b": [0, 1]}', "[]"],
-)
-def test_an_invalid_bandwidth_cache_is_ignored(tmp_path, content):
-    (tmp_path / path_bandwidth.CACHE_NAME).write_text(content)
-    assert path_bandwidth._from_cache(["/a", "/b"], tmp_path) is None
-    remember(tmp_path / path_bandwidth.CACHE_NAME, "/a|/b", [1.0, 3.0], "it")
-    assert path_bandwidth._from_cache(["/a", "/b"], tmp_path) == [1.0, 3.0]
+    for plant in [plant_pipe, plant_link, plant_file_of_another_user]:
+        with subtests.test(plant.__name__), TemporaryDirectory() as folder:
+            tmp_path = Path(folder)
+            victim = tmp_path / "victim"
+            victim.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
+            precious = victim.read_bytes()
+            runtime = tmp_path / "runtime"
+            runtime.mkdir(mode=0o700)
+            for name in (path_bandwidth.CACHE_NAME, FILE_NAME, "x.rank0.stats"):
+                plant(runtime / name, victim)
+            names = ["/a", "/b"]
+            assert path_bandwidth._from_cache(names, runtime) is None
+            remember(runtime / path_bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
+            assert path_bandwidth._from_cache(names, runtime) == [1.0, 3.0]
+            with daemon(runtime):
+                found = talk(
+                    runtime, {"op": "record_bandwidth", "rates": {str(tmp_path): {"read": 1e9}}, "source": "run"}
+                )
+                assert found[0]["ok"]
+                assert json.loads((runtime / FILE_NAME).read_text())["measurements"]
+                (status,) = talk(runtime, {"op": "status"})
+                assert status["broken_stats_files"] == 1
+            assert victim.read_bytes() == precious
 
 
 def listen(folder: Path, uid: int, answer: str) -> subprocess.Popen[bytes]:

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -16,22 +14,10 @@ import pytest
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity_daemon.daemon_config import load_daemon_config
-from infinity_daemon.service import _state_folder
+from infinity_daemon.service import _state_folder, _token
 from support.daemon_process import daemon, get, until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-
-
-def request(port: int, path: str, *, method: str = "GET", token: str = "") -> tuple[int, dict[str, str], bytes]:
-    """Return the status, headers and content of a response."""
-    message = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
-    if token:
-        message.add_header("Authorization", f"Bearer {token}")
-    try:
-        with urllib.request.urlopen(message, timeout=60) as answer:
-            return answer.status, dict(answer.headers), answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, dict(error.headers), error.read()
 
 
 def test_options_override_the_configuration_file(tmp_path: Path) -> None:
@@ -48,9 +34,9 @@ def test_options_override_the_configuration_file(tmp_path: Path) -> None:
     assert config.drives.paths == (str(tmp_path),)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_invalid_settings_are_rejected(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The message names the section, the key, the value and the valid range or the nearest known key."""
+    for text, message in [
         ("[sever]\nport = 1", "unknown setting sever; did you mean server?"),
         ("[server]\nprot = 1", "unknown setting server.prot; did you mean server.port?"),
         ("[server]\nport = 70000", "server.port = 70000 is above the maximum of 65535"),
@@ -66,14 +52,12 @@ def test_options_override_the_configuration_file(tmp_path: Path) -> None:
         ("[measure]\nload_seconds = 0", "measure.load_seconds = 0 is below the minimum of 1"),
         ("[drives]\ndaily_share = 2", "drives.daily_share = 2 must be a number from 0 to 1"),
         ("[stale]\nremove_checkpointed_after_seconds = 3600", "stale.remove_checkpointed_after_seconds = 3600"),
-    ],
-)
-def test_invalid_settings_are_rejected(text: str, message: str, tmp_path: Path) -> None:
-    """The message names the section, the key, the value and the valid range or the nearest known key."""
-    (tmp_path / "infinityd.toml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_daemon_config(tmp_path / "infinityd.toml", {})
-    assert message in str(caught.value)
+    ]:
+        with subtests.test(message):
+            (tmp_path / "infinityd.toml").write_text(text)
+            with pytest.raises(ConfigError) as caught:
+                load_daemon_config(tmp_path / "infinityd.toml", {})
+            assert message in str(caught.value)
 
 
 def test_state_folder_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,58 +111,38 @@ def test_sighup_reloads_the_settings(tmp_path: Path) -> None:
         assert "config.restart changed=server" in process.log.read_text()
 
 
-def test_metrics_require_the_token(tmp_path: Path) -> None:
-    """The health endpoint needs no token, because container health checks have none."""
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef\n")
-    token.chmod(0o600)
-    with daemon(tmp_path, "--token-file", str(token)) as process:
-        for wrong in ("", "0123456789abcde", "0123456789abcdef0", "\xff"):
-            status, _, content = request(process.port, "/metrics", token=wrong)
-            assert status == 401
-            assert b"Authorization: Bearer" in content
-        assert request(process.port, "/metrics", token="0123456789abcdef")[0] == 200
-        assert request(process.port, "/healthz")[0] == 200
+def test_an_invalid_token_file_is_rejected(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for content, mode, message in [
+        ("", 0o600, "ASCII"),
+        ("two words", 0o600, "ASCII"),
+        ("ä", 0o600, "ASCII"),
+        ("x", 0o644, "chmod 600"),
+    ]:
+        with subtests.test(message):
+            token = tmp_path / "token"
+            token.write_text(content)
+            token.chmod(mode)
+            with pytest.raises(ConfigError, match=message):
+                _token(str(token))
 
 
-@pytest.mark.parametrize(
-    ("content", "mode", "message"),
-    [("", 0o600, "ASCII"), ("two words", 0o600, "ASCII"), ("ä", 0o600, "ASCII"), ("x", 0o644, "chmod 600")],
-)
-def test_an_invalid_token_file_is_rejected(content: str, mode: int, message: str, tmp_path: Path) -> None:
-    from infinity_daemon.service import _token
-
-    token = tmp_path / "token"
-    token.write_text(content)
-    token.chmod(mode)
-    with pytest.raises(ConfigError, match=message):
-        _token(str(token))
-
-
-def test_head_matches_get_without_content(tmp_path: Path) -> None:
-    with daemon(tmp_path) as process:
-        for path, expected in (("/metrics", 200), ("/healthz", 200), ("/nothing", 404)):
-            status, headers, content = request(process.port, path, method="HEAD")
-            assert (status, content) == (expected, b"")
-            assert headers["Content-Type"] == request(process.port, path)[1]["Content-Type"]
-
-
-@pytest.mark.parametrize("unit", ["infinityd.service", "infinityd-user.service"])
-def test_systemd_units_are_valid(unit: str, tmp_path: Path) -> None:
+def test_systemd_units_are_valid(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """If systemd-analyze is installed, it verifies the units."""
-    parsed = configparser.ConfigParser(strict=False, interpolation=None)
-    parsed.optionxform = str  # type: ignore[assignment,method-assign]
-    parsed.read(DEPLOY / "systemd" / unit)
-    assert "infinityd" in parsed["Service"]["ExecStart"]
-    assert parsed["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
-    copied = tmp_path / "infinityd.service"
-    shutil.copy(DEPLOY / "systemd" / unit, copied)
-    command = ["systemd-analyze", "verify", *(["--user"] if "user" in unit else []), "--man=no", str(copied)]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert "infinityd" not in found.stderr, found.stderr
+    for unit in ["infinityd.service", "infinityd-user.service"]:
+        with subtests.test(unit=unit):
+            parsed = configparser.ConfigParser(strict=False, interpolation=None)
+            parsed.optionxform = str  # type: ignore[assignment,method-assign]
+            parsed.read(DEPLOY / "systemd" / unit)
+            assert "infinityd" in parsed["Service"]["ExecStart"]
+            assert parsed["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
+            if shutil.which("systemd-analyze") is None:
+                pytest.skip("systemd-analyze is not installed")
+            copied = tmp_path / "infinityd.service"
+            shutil.copy(DEPLOY / "systemd" / unit, copied)
+            command = ["systemd-analyze", "verify", *(["--user"] if "user" in unit else []), "--man=no", str(copied)]
+            environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+            found = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert "infinityd" not in found.stderr, found.stderr
 
 
 def test_the_kubernetes_daemonset_is_valid() -> None:

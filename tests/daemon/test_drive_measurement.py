@@ -161,24 +161,29 @@ def test_only_traffic_above_the_noise_counts_as_use(node: Node, monkeypatch: pyt
         read += 5 * MIB if second < 10 else MIB
 
 
-@pytest.mark.parametrize("use", ["rank", "disabled", "memory", "uncounted", "busy", "gone"])
-def test_busy_or_unobservable_drives_are_not_measured(node: Node, use: str) -> None:
-    node.measuring.settings = MeasureConfig(idle_seconds=1, most_bytes=96 * MIB, enabled=use != "disabled")
-    node.in_memory = use == "memory"
-    if use == "uncounted":
-        node.counters = lambda drive: None
-    elif use == "busy":
-        make_busy(node)
-    elif use == "gone":
-        node.measuring.paths = (str(node.paths[0] / "gone"),)
-    before = own_bytes("write")
-    for _ in range(15):
-        if use == "rank":
-            node.measuring.used(["a"])
-        node.look()
-        time.sleep(0.1)
-    assert own_bytes("write") - before < 16 * MIB
-    assert node.profiles.of(DRIVE) is None
+def test_busy_or_unobservable_drives_are_not_measured(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: now)
+    for use in ("idle", "rank", "disabled", "memory", "uncounted", "busy", "gone"):
+        (tmp_path / use).mkdir()
+        node, started = Node(tmp_path / use, "a", monkeypatch), list[Any]()
+        monkeypatch.setattr(node.measuring, "_measure", lambda *target: started.append(target))
+        node.measuring.settings = MeasureConfig(idle_seconds=1, enabled=use != "disabled")
+        node.in_memory = use == "memory"
+        node.counters = lambda drive: None if use == "uncounted" else make_counters(0, 0)
+        if use == "busy":
+            make_busy(node)
+        elif use == "gone":
+            node.measuring.paths = (str(node.paths[0] / "gone"),)
+        for _ in range(15):
+            if use == "rank":
+                node.measuring.used(["a"])
+            node.look()
+            now += 0.1
+        with subtests.test(use):
+            assert bool(started) == (use == "idle")
 
 
 def test_a_starting_run_stops_a_measurement(node: Node, caplog: pytest.LogCaptureFixture) -> None:

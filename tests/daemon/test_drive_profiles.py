@@ -95,25 +95,25 @@ def test_the_history_size_is_limited(tmp_path: Path) -> None:
     assert sum(list(one["rates"]) == ["a"] for one in kept) == RECENT
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"measurements": [{"rates": {"a": {"read": -1}}, "source": "run", "measured": 1}]}',
-     '{"measurements": [{"rates": {"a": {}}, "source": "run", "measured": 1}]}', '{"measurements": 3}',
-     '{"measurements": [{"rates": {"a": {"read": 1}}, "source": "me", "measured": 1}]}', "\xff" * 9, "[" * 99999,
-     '{"measurements": [' + "1," * 600 + "1]}", " " * (2 << 20)],
-)  # fmt: skip
 def test_an_invalid_history_is_replaced_with_one_warning(
-    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    subtests: pytest.Subtests, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / FILE_NAME).write_text(content)
-    profiles = Profiles(tmp_path)
-    profiles.load()
-    assert profiles.of(drive("a")) is None
-    profiles.record(measurement(1.0, 1))
-    again = Profiles(tmp_path)
-    again.load()
-    assert again.of(drive("a")) is not None
-    assert caplog.text.count("bandwidth.unreadable") == 1
+    for content in [
+        "", "[]", '{"measurements": [{"rates": {"a": {"read": -1}}, "source": "run", "measured": 1}]}',
+        '{"measurements": [{"rates": {"a": {}}, "source": "run", "measured": 1}]}', '{"measurements": 3}',
+        '{"measurements": [{"rates": {"a": {"read": 1}}, "source": "me", "measured": 1}]}', "\xff" * 9, "[" * 99999,
+        '{"measurements": [' + "1," * 600 + "1]}", " " * (2 << 20),
+    ]:  # fmt: skip
+        (tmp_path / FILE_NAME).write_text(content)
+        caplog.clear()
+        with subtests.test(content[:80]):
+            profiles, again = Profiles(tmp_path), Profiles(tmp_path)
+            profiles.load()
+            assert profiles.of(drive("a")) is None
+            profiles.record(measurement(1.0, 1))
+            again.load()
+            assert again.of(drive("a")) is not None
+            assert caplog.text.count("bandwidth.unreadable") == 1
 
 
 def test_an_unwritable_folder_loses_only_the_history(tmp_path: Path) -> None:

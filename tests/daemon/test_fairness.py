@@ -63,21 +63,24 @@ def simulate(runs: list[SimulatedRun], fairness: Fairness, seconds: int, now: fl
     return now
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (4.0, 2.0, 1.0)])
-@pytest.mark.parametrize("greedy", [0, 1])
-def test_bandwidth_is_divided_by_weight(weights: tuple[float, ...], greedy: int) -> None:
+def test_bandwidth_is_divided_by_weight(subtests: pytest.Subtests) -> None:
     """The drive is fully used, even if one run would take much more without limits."""
-    runs = [
-        SimulatedRun(name=f"{number}", greed=8.0 if number == greedy else 1.0, weight=weight)
-        for number, weight in enumerate(weights)
-    ]
-    fairness = Fairness()
-    now = simulate(runs, fairness, 60)
-    before = [run.moved for run in runs]
-    simulate(runs, fairness, 60, now)
-    shares = [(run.moved - moved) / weight for run, moved, weight in zip(runs, before, weights, strict=True)]
-    assert max(shares) / min(shares) < 1.1
-    assert sum(run.moved for run in runs) - sum(before) > 0.97 * 60 * CAPACITY
+    for greedy in [0, 1]:
+        for weights in [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (4.0, 2.0, 1.0)]:
+            with subtests.test(weights=weights, greedy=greedy):
+                runs = [
+                    SimulatedRun(name=f"{number}", greed=8.0 if number == greedy else 1.0, weight=weight)
+                    for number, weight in enumerate(weights)
+                ]
+                fairness = Fairness()
+                now = simulate(runs, fairness, 60)
+                before = [run.moved for run in runs]
+                simulate(runs, fairness, 60, now)
+                shares = [
+                    (run.moved - moved) / weight for run, moved, weight in zip(runs, before, weights, strict=True)
+                ]
+                assert max(shares) / min(shares) < 1.1
+                assert sum(run.moved for run in runs) - sum(before) > 0.97 * 60 * CAPACITY
 
 
 def test_a_single_run_is_not_limited() -> None:

@@ -122,29 +122,8 @@ def test_status_shows_the_runs_and_reservations_of_all_users(node: Path) -> None
         until(lambda: not talk(node / "run", {"op": "status"})[0]["reservations"])  # its process has ended
 
 
-def test_reservations_can_only_be_released_by_their_owner(node: Path) -> None:
-    """Another process of any user, even with the same run and path, releases nothing."""
-    with daemon(node / "run", "--group", ALL), client(node / "run") as peer, peer.makefile("rb") as answers:
-        request = {"path": str(node / "alice"), "run_id": "mine"}
-        peer.sendall(json.dumps({"op": "reserve", "bytes": 4096, **request}).encode() + b"\n")
-        assert json.loads(answers.readline())["ok"]
-        for uid in (ALICE, BOB):
-            assert as_user(uid, lambda: ask("release", **request)) == {"ok": True, "released_bytes": 0}
-        (left,) = talk(node / "run", {"op": "status"})[0]["reservations"]
-        assert (left["pid"], left["user"]) == (os.getpid(), "root")
-
-
-def test_a_user_can_only_reserve_space_in_own_folders(node: Path) -> None:
-    """Otherwise, a user could keep the runs of others off a drive without having access to it."""
-    with daemon(node / "run", "--group", ALL):
-        for path in (node, node / "bob", "/root"):
-            answer = as_user(ALICE, lambda path=path: ask("reserve", path=str(path), bytes=1, run_id="r"))
-            assert "belong" in answer["error"]
-        assert talk(node / "run", {"op": "status"})[0]["reservations"] == []
-
-
-def test_responses_do_not_reveal_which_files_exist(node: Path) -> None:
-    """Root's daemon gives the same answer for existing and missing entries of a folder that the user cannot read."""
+def test_a_user_can_only_change_own_reservations_and_reads_nothing_of_others(node: Path) -> None:
+    """Otherwise, a user could keep the runs of others off a drive, or find out which files exist."""
     (node / "bob/secret").mkdir()
     os.chown(node / "bob/secret", BOB, BOB)
 
@@ -152,14 +131,26 @@ def test_responses_do_not_reveal_which_files_exist(node: Path) -> None:
         found = []
         for name in ("secret", "missing"):
             path = str(node / "bob" / name)
-            for op, more in (
-                ("bandwidth", {"paths": [path]}), ("reserve", {"path": path, "bytes": 1, "run_id": "r"})
-            ):  # fmt: skip
-                found.append(ask(op, **more)["error"].replace(name, ""))
+            found.append(ask("bandwidth", paths=[path])["error"].replace(name, ""))
+            found.append(ask("reserve", path=path, bytes=1, run_id="r")["error"].replace(name, ""))
         start_rank("spy", node / "bob/secret", node / "bob/missing")
         return [found, [path["path"] for path in ask("status")["paths"]]]
 
-    with daemon(node / "run", "--group", ALL):
+    with daemon(node / "run", "--group", ALL), client(node / "run") as peer, peer.makefile("rb") as answers:
+        request = {"path": str(node / "alice"), "run_id": "mine"}
+        peer.sendall(json.dumps({"op": "reserve", "bytes": 4096, **request}).encode() + b"\n")
+        assert json.loads(answers.readline())["ok"]
+        for uid in (ALICE, BOB):
+            assert as_user(uid, lambda: ask("release", **request)) == {"ok": True, "released_bytes": 0}
+        for path in (node, node / "bob", "/root"):
+            answer = as_user(ALICE, lambda path=path: ask("reserve", path=str(path), bytes=1, run_id="r"))
+            assert "belong" in answer["error"]
+        rates = {str(node / "alice"): {"read": 1.0, "write": 1.0, "mixed": 1.0}}  # which affect all runs on the drive
+        answer = as_user(ALICE, lambda: ask("record_bandwidth", rates=rates, source="probe"))
+        assert answer["error"].startswith("only root may record bandwidth")
+        assert talk(node / "run", {"op": "record_bandwidth", "rates": rates, "source": "probe"})[0]["ok"]
+        (left,) = talk(node / "run", {"op": "status"})[0]["reservations"]
+        assert (left["pid"], left["user"]) == (os.getpid(), "root")
         found, paths = as_user(ALICE, probe)
     assert len(set(found)) == 1, found
     assert "is not a folder that belongs to user" in found[0]
@@ -230,15 +221,6 @@ def test_a_user_without_a_folder_is_logged_and_gets_an_error(node: Path) -> None
 
         assert f"cannot create the folder of user id {ALICE}" in as_user(ALICE, connect)
         assert re.search(f"WARNING client.folder uid={ALICE} reason=.*Not a directory", process.log.read_text())
-
-
-def test_a_user_cannot_record_bandwidth(node: Path) -> None:
-    """The profile of a drive affects all runs on it."""
-    with daemon(node / "run", "--group", ALL):
-        rates = {str(node / "alice"): {"read": 1.0, "write": 1.0, "mixed": 1.0}}
-        answer = as_user(ALICE, lambda: ask("record_bandwidth", rates=rates, source="probe"))
-        assert answer["error"].startswith("only root may record bandwidth")
-        assert talk(node / "run", {"op": "record_bandwidth", "rates": rates, "source": "probe"})[0]["ok"]
 
 
 def plant(folder: Path, victim: Path) -> None:

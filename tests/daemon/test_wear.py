@@ -63,14 +63,22 @@ def test_smartctl_is_used_if_nvme_cli_is_not_permitted(tmp_path, fake_programs):
     assert health_of(disk, sysfs_with(tmp_path, drive=disk)) == Health(ratio=0.12)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["", "[]", "null", "{", '{"percent_used": -1}', '{"percent_used": 256}', '{"percent_used": 1.5}',
-     '{"percent_used": "x", "data_units_written": []}', "[" * 99999, '{"percent_used": "' + "9" * 99999 + '"}'],
-)  # fmt: skip
-def test_invalid_program_output_is_ignored(tmp_path, fake_programs, answer):
-    fake_programs("nvme", answer)
-    assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
+def test_invalid_program_output_is_ignored(subtests, tmp_path, fake_programs):
+    for answer in [
+        "",
+        "[]",
+        "null",
+        "{",
+        '{"percent_used": -1}',
+        '{"percent_used": 256}',
+        '{"percent_used": 1.5}',
+        '{"percent_used": "x", "data_units_written": []}',
+        "[" * 99999,
+        '{"percent_used": "' + "9" * 99999 + '"}',
+    ]:
+        with subtests.test(answer=answer):
+            fake_programs("nvme", answer)
+            assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
 
 
 def test_health_is_unknown_without_programs_or_drive(tmp_path, fake_programs):

@@ -65,6 +65,10 @@ def test_the_page_and_its_files_are_served_unchanged(tmp_path):
                 status, headers, _ = request(process.port, path, method=method)
                 assert (status, headers["Allow"]) == (405, "GET, HEAD")
         assert request(process.port, "/icon.svg")[1]["Content-Type"] == "image/svg+xml"
+        for path, expected in (("/metrics", 200), ("/healthz", 200), ("/nothing", 404)):
+            status, headers, content = request(process.port, path, method="HEAD")
+            assert (status, content) == (expected, b"")
+            assert headers["Content-Type"] == request(process.port, path)[1]["Content-Type"]
         for path in ("/state.py", "/../service.py", "/site/page.js", "/index.html"):
             assert request(process.port, path)[0] == 404
 
@@ -106,7 +110,8 @@ def test_the_stream_sends_the_state_and_its_changes(tmp_path):
         assert state["runs"][0]["loss"] == 3.25  # as long as its stats file is served
 
 
-def test_only_the_empty_page_is_served_without_a_token(tmp_path):
+def test_only_the_empty_page_and_health_are_served_without_a_token(tmp_path):
+    """Container health checks have no token."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     token.chmod(0o600)
@@ -115,10 +120,13 @@ def test_only_the_empty_page_is_served_without_a_token(tmp_path):
         for path in (*FILES, "/icon.svg"):
             status, _, content = request(process.port, path)
             assert (status, b"secret-run" in content) == (200, False)
-        for path in ("/api/state", "/api/events"):
-            for wrong in (None, "", "0123456789abcde"):
+        assert request(process.port, "/healthz")[0] == 200
+        for path in ("/metrics", "/api/state", "/api/events"):
+            for wrong in (None, "", "0123456789abcde", "0123456789abcdef0", "\xff"):
                 assert request(process.port, path, token=wrong, method="HEAD")[0] == 401
-            assert b"secret-run" not in request(process.port, path)[2]
+            _, _, content = request(process.port, path)
+            assert b"Authorization: Bearer" in content
+            assert b"secret-run" not in content
             assert request(process.port, path, token="0123456789abcdef", method="HEAD")[0] == 200
         with stream(process.port, "0123456789abcdef") as answer:
             assert next_state(answer)["runs"][0]["id"] == "secret-run"

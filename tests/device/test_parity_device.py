@@ -83,27 +83,26 @@ def test_paging_changes_no_bit_on_two_ranks(
     assert pair.run(compare_on_device, kind, recipe, paging, str(tmp_path)) == [[], []]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of an uninterrupted run."""
+    with Session(tmp_path_factory.mktemp("undisturbed")) as session:
+        return session.run(until=STEPS, every=2)
+
+
 @pytest.mark.parametrize(("where", "kind"), one_of(2, alternate(("forward", "backward", "step", "between"), KINDS)))
-def test_interrupted_training_is_resumed(where: str, kind: str, tmp_path: Path) -> None:
+def test_interrupted_training_is_resumed(where: str, kind: str, undisturbed: list[float], tmp_path: Path) -> None:
     """Training resumes bit for bit from the last checkpoint, and closing the run waits for pending copies."""
-    (tmp_path / "undisturbed").mkdir()
-    with Session(tmp_path / "undisturbed") as session:
-        expected = session.run(until=STEPS, every=2)
-    losses, problems = interrupt_and_resume(kind, where, str(tmp_path))
-    assert problems == []
-    assert losses == expected
+    assert interrupt_and_resume(kind, where, str(tmp_path)) == (undisturbed, [])
 
 
 @pytest.mark.parametrize(
     ("where", "residency"),
     one_of(2, alternate(("forward", "backward", "step", "between"), (("order-updates", FEW), ("late-updates", ALL)))),
 )
-def test_gpu_resident_modules_are_resumed(where: str, residency: tuple[str, int], tmp_path: Path) -> None:
+def test_gpu_resident_modules_are_resumed(
+    where: str, residency: tuple[str, int], undisturbed: list[float], tmp_path: Path
+) -> None:
     """The checkpoint contains their state, which is loaded once, after the first step."""
-    (tmp_path / "undisturbed").mkdir()
-    with Session(tmp_path / "undisturbed") as session:
-        expected = session.run(until=STEPS, every=2)
     kind, nbytes = residency
-    losses, problems = interrupt_and_resume(kind, where, str(tmp_path), nbytes)
-    assert problems == []
-    assert losses == expected
+    assert interrupt_and_resume(kind, where, str(tmp_path), nbytes) == (undisturbed, [])

@@ -196,20 +196,24 @@ def named_group(reader: CheckpointReader, group: dict[str, Any]) -> dict[str, An
     return {"params": params, "settings": group}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_document_reader_reads_a_checkpoint_of_one_rank(name: str, tmp_path: Path) -> None:
-    """All parameters, masters, states, scalars, groups and buffers are bitwise equal in every state format."""
-    assert differences_between_readers(CASES[name], str(tmp_path)) == []
+def test_document_reader_reads_a_checkpoint_of_one_rank(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """All parameters, masters, states, scalars, groups and buffers are bitwise equal."""
+    for name in ("fp32", "split", "full rows"):
+        with subtests.test(name):
+            (tmp_path / name).mkdir()
+            assert differences_between_readers(CASES[name], str(tmp_path / name)) == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_document_reader_reads_a_checkpoint_of_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> None:
-    assert pair.run(differences_between_readers, CASES[name], str(tmp_path)) == [[], []]
-
-
-def test_cases_cover_every_state_format() -> None:
+def test_document_reader_reads_a_checkpoint_of_two_ranks(
+    subtests: pytest.Subtests, pair: RankPool, tmp_path: Path
+) -> None:
+    """The cases contain all state formats."""
     assert {case.format for case in CASES.values()} == set(STATE_FORMATS)
     assert {case.policy for case in CASES.values()} == {"bf16", "fp32", "pure_bf16"}
+    for name, case in CASES.items():
+        with subtests.test(name):
+            (tmp_path / name).mkdir()
+            assert pair.run(differences_between_readers, case, str(tmp_path / name)) == [[], []]
 
 
 def page_locations_match(manifest: Manifest) -> bool:
@@ -293,24 +297,25 @@ def test_the_worked_example_is_correct() -> None:
     assert starts == [*range(0, 40001, 8000), 50112]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_encodings_match_the_document(encoding: str) -> None:
+def test_encodings_match_the_document(subtests: pytest.Subtests) -> None:
     """All codes are combined with all scales, and the masters include ties."""
-    scales = torch.tensor([0.0, *[sign * 2.0**e for e in (-126, -3, 0, 1, 127) for sign in (1, -1)]])
-    if encoding == "8bit":
-        codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales))
-        parts = [codes, scales.repeat_interleave(4).to(torch.bfloat16)]
-    else:
-        bits = torch.randint(-(2**31), 2**31, (8192,), generator=torch.Generator().manual_seed(1)).int()
-        bits[:4096:2] |= 0x7FFF
-        bits[:4096:4] = bits[:4096:4] & ~0xFFFF | 0x8000  # ties
-        parts = list(encode(bits.view(torch.float32), encoding))
-    expected = decode(parts, encoding)
-    weights = parts.pop(0) if encoding == "split" else torch.zeros(len(expected), dtype=torch.bfloat16)
-    content = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-    bits_of_weights = weights.view(torch.uint16).numpy()
-    found = document.section(document.Taker(content), len(expected), "float32", encoding, bits_of_weights)
-    assert same_bits(found, expected)
+    for encoding in ENCODINGS:
+        with subtests.test(encoding=encoding):
+            scales = torch.tensor([0.0, *[sign * 2.0**e for e in (-126, -3, 0, 1, 127) for sign in (1, -1)]])
+            if encoding == "8bit":
+                codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales))
+                parts = [codes, scales.repeat_interleave(4).to(torch.bfloat16)]
+            else:
+                bits = torch.randint(-(2**31), 2**31, (8192,), generator=torch.Generator().manual_seed(1)).int()
+                bits[:4096:2] |= 0x7FFF
+                bits[:4096:4] = bits[:4096:4] & ~0xFFFF | 0x8000  # ties
+                parts = list(encode(bits.view(torch.float32), encoding))
+            expected = decode(parts, encoding)
+            weights = parts.pop(0) if encoding == "split" else torch.zeros(len(expected), dtype=torch.bfloat16)
+            content = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+            bits_of_weights = weights.view(torch.uint16).numpy()
+            found = document.section(document.Taker(content), len(expected), "float32", encoding, bits_of_weights)
+            assert same_bits(found, expected)
 
 
 @pytest.fixture(scope="module")
@@ -460,19 +465,22 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_both_readers_reject_damaged_checkpoints(name: str, two_rank_checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(two_rank_checkpoint, folder, ignore=shutil.ignore_patterns("runtime"))
-    DAMAGES[name](folder)
-    paths = sorted(folder.glob("nvme*"))
-    checkpoints = document.find_checkpoints(document.find_runs(paths)[0])
-    assert len(checkpoints) == (0 if name == "a different identity on one rank" else 1)
-    for checkpoint in checkpoints:
-        with pytest.raises(document.Rejected):
-            document.read(checkpoint)
-    with pytest.raises(InfinityError):
-        read_everything(folder_of_run(paths))
+def test_both_readers_reject_damaged_checkpoints(
+    subtests: pytest.Subtests, two_rank_checkpoint: Path, tmp_path: Path
+) -> None:
+    for name, damage in DAMAGES.items():
+        folder = tmp_path / name
+        shutil.copytree(two_rank_checkpoint, folder, ignore=shutil.ignore_patterns("runtime"))
+        damage(folder)
+        paths = sorted(folder.glob("nvme*"))
+        with subtests.test(name):
+            checkpoints = document.find_checkpoints(document.find_runs(paths)[0])
+            assert len(checkpoints) == (0 if name == "a different identity on one rank" else 1)
+            for checkpoint in checkpoints:
+                with pytest.raises(document.Rejected):
+                    document.read(checkpoint)
+            with pytest.raises(InfinityError):
+                read_everything(folder_of_run(paths))
 
 
 def read_everything(run_folder: RunFolder) -> None:

@@ -336,7 +336,10 @@ def test_suggested_changes_save_writes_of_drives_that_wear_out() -> None:
 
 
 def test_estimate_prepares_each_trace_and_simulates_each_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner and the estimate share the prepared traces and the results of simulations."""
+    """The planner and the estimate share the prepared traces and the results of simulations.
+
+    A suggestion that does not fit is rejected without a plan, and one that only changes speeds reuses the plan.
+    """
     cycles: list[Any] = []
     simulated: list[Any] = []
     prepare, length = Cycle.__init__, Timing.length
@@ -356,7 +359,17 @@ def test_estimate_prepares_each_trace_and_simulates_each_case_once(monkeypatch: 
     found = planned("128MiB", work=replace(WORK, clipping=True))
     assert found.seconds.step > 0
     assert len(cycles) == 2, "one with overlapped updates, and one without"
-    assert simulated
+    assert len(simulated) <= 30
+    device = replace(MACHINE.device, memory_bytes=int(working_bytes(MODEL, WORK)))
+    before = planned("128MiB", machine=replace(MACHINE, device=device), state__format="8bit")
+    assert before.seconds.step > 0
+    cycles.clear()
+    simulated.clear()
+    changes = [change.what for change in best_changes(before, 10)]
+    assert "one more drive of the same kind" in changes
+    assert not any("tokens" in what for what in changes), "twice the batch does not fit"
+    assert len(cycles) == 2, "only for more host memory"
+    assert len(simulated) <= 45
 
 
 def test_changes_for_insufficient_device_memory_fit() -> None:

@@ -137,9 +137,8 @@ UNSLICED = {"embed_tokens", "wte", "wpe"}
 """Embeddings, which the root applies to the full batch."""
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "lora-saved-head"])
-@pytest.mark.parametrize("policy", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", ["loop", "each"])
+@pytest.mark.parametrize(("name", "policy"), alternate(["llama", "tied", "gpt2", "lora-saved-head"], ["bf16", "fp32"]))
 def test_sliced_gradients_equal_a_loop(name: str, policy: str, how: str) -> None:
     """On one rank, they also equal a loop that reduces the gradients of each micro-batch."""
     compare_with_loop(name, policy, 8, how)

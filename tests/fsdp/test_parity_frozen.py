@@ -14,13 +14,7 @@ from support import models
 from support.train import MIB, Paging, Recipe, batch, full_copy, in_memory, offloaded, settings, state_on_nvme
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "bf16",
-        "fp32",
-    ],
-)
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_frozen_parameters_keep_their_bits(policy: str, tmp_path: Path) -> None:
     """They keep their dtypes as well."""
     recipe = Recipe(model="frozen", policy=policy, steps=1)

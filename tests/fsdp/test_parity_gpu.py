@@ -79,7 +79,7 @@ def devices() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize(("recipe", "paging"), cases())
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Losses, norms, parameters and moments equal those in memory after ten steps."""
+    """Losses, norms, parameters and moments equal those in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -60,23 +61,19 @@ def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(type(found), name)
 
 
-@pytest.mark.parametrize(
-    ("cls", "names"), [(cls, each) for cls, names in torch_private.names._NAMES.items() for each in names]
-)
-def test_missing_private_attribute_raises(
-    cls: str, names: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_private_attribute_raises() -> None:
     """The one-line message states the torch version, the attribute and the supported range."""
-    state = model._get_fsdp_state()
-    for found in (state, *params(model)[0]):
-        if type(found).__name__ == cls:
-            for name in names.split("|"):
-                if hasattr(type(found), name) or name in vars(found):
-                    hide(found, name, monkeypatch)
-    message = "has no .*" + re.escape(names.replace("|", " or "))
-    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(message)) as caught:
-        torch_private.require_names(model)
-    assert "\n" not in str(caught.value)
+    for cls, names in ((cls, each) for cls, listed in torch_private.names._NAMES.items() for each in listed):
+        model = models.build("toy")
+        with pytest.MonkeyPatch.context() as patch:
+            for found in (model._get_fsdp_state(), *params(model)[0]):
+                for name in names.split("|") if type(found).__name__ == cls else ():
+                    if hasattr(type(found), name) or name in vars(found):
+                        hide(found, name, patch)
+            message = "has no .*" + re.escape(names.replace("|", " or "))
+            with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(message)) as caught:
+                torch_private.require_names(model)
+        assert "\n" not in str(caught.value)
 
 
 def test_offload_checks_private_attributes_before_creating_files(
@@ -278,13 +275,23 @@ def test_collectives_run_inside_the_given_context() -> None:
     assert isinstance(groups[1]._all_gather_comm, DefaultAllGather), "set_symm_mem_for_comm requires this class"
 
 
-def test_cpu_offload_policy_is_detected() -> None:
-    """`group.offload_policy`."""
-    plain = models.build("toy")
-    mesh = infinity.mesh("cpu")
-    offloaded = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert not any(torch_private.uses_cpu_offload(group) for _, group in torch_private.parameter_groups(plain))
-    assert all(torch_private.uses_cpu_offload(group) for _, group in torch_private.parameter_groups(offloaded))
+def test_offload_policy_is_returned() -> None:
+    """`group.offload_policy`. FSDP2 treats a policy that it does not know like the default one."""
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), infinity.NVMeOffloadPolicy()):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), offload_policy=policy)
+        assert [torch_private.offload_policy(group) for _, group in torch_private.parameter_groups(made)] == [policy]
+        made(torch.ones(1, 4)).sum().backward()
+
+
+def test_materialized_parameter_keeps_its_identity_and_is_gathered() -> None:
+    """`reset_sharded_param` pads the local tensor, as after `to_empty`."""
+    made = fully_shard(nn.Linear(4, 4, device="meta"), mesh=infinity.mesh("cpu"))
+    before = list(made.parameters())
+    for _, param in params(made):
+        torch_private.materialize(param, torch.device("cpu"))
+        torch_private.local_tensor(param).fill_(1.0)
+    assert all(one is other for one, other in zip(made.parameters(), before, strict=True))
+    assert made(torch.ones(1, 4)).tolist() == [[5.0] * 4]
 
 
 def test_compute_dtype_follows_the_policy() -> None:

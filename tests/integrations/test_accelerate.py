@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import infinity
@@ -27,9 +29,67 @@ from infinity.integrations.accelerate import prepare
 from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
 from support import by_hand, models
-from support.accelerate_runs import BF16, accelerator, bare, optimizer_of, settings, sharded
 from support.by_hand import BATCHES, CLIP, HALF, data, full_weights, scheduler_of
 from support.ranks import RankPool
+from support.train import MIB
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def bare(name: str = "llama", *, meta: bool = False) -> nn.Module:
+    """Return an unsharded model."""
+    torch.manual_seed(3)
+    with torch.device("meta" if meta else "cpu"):
+        return models.llama(tied=name == "tied")
+
+
+def sharded(name: str = "llama", policy: MixedPrecisionPolicy = BF16) -> nn.Module:
+    """Return a model that is sharded as in a user script."""
+    model = bare(name)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=policy)
+    fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=policy)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with two param groups."""
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
+
+
+@contextmanager
+def accelerator(**named: Any) -> Iterator[Accelerator]:
+    """Yield an accelerator for the ranks of the existing process group."""
+    infinity.mesh("cpu")
+    ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # unused: the process group exists already
+    variables = {key: str(value) for key, value in (ranks | places).items()} if dist.get_world_size() > 1 else {}
+    _forget()
+    os.environ.update(variables)
+    try:
+        yield Accelerator(cpu=True, step_scheduler_with_optimizer=False, **named)
+    finally:
+        for key in variables:
+            del os.environ[key]
+        _forget()
+
+
+def _forget() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def settings(folder: Path, **run: Any) -> dict[str, Any]:
+    """Return settings with which most of the state is paged."""
+    return {
+        "storage": {"paths": [str(folder / "nvme")]},
+        "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
+        "telemetry": {"runtime_dir": str(folder / "runtime")},
+        "run": run,
+    }
 
 
 def plugin(**named: Any) -> FullyShardedDataParallelPlugin:
@@ -111,7 +171,11 @@ def compare(name: str, folder: str, sharding: str, accumulation: int) -> list[st
 
 @pytest.mark.parametrize(
     ("name", "sharding", "accumulation"),
-    [("llama", "script", 1), ("llama", "plugin", 2), ("tied", "plugin and checkpoints", 1), ("llama", "FSDP2", 2)],
+    [
+        pytest.param("llama", "script", 1, marks=pytest.mark.wide),
+        ("tied", "plugin and checkpoints", 1),
+        ("llama", "FSDP2", 2),
+    ],
 )
 def test_training_is_bitwise_equal_to_memory(name: str, sharding: str, accumulation: int, tmp_path: Path) -> None:
     """The script or Accelerate shards the model; training uses clipping, accumulation, a scheduler and a loader."""
@@ -258,29 +322,6 @@ def test_load_state_resumes_a_saved_run_on_two_ranks(pair: RankPool, tmp_path: P
     assert [first + second for first, second in halves] == pair.run(memory_losses)
 
 
-def test_interrupted_save_state_keeps_the_previous_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interruption before the checkpoint, the previous folder and checkpoint still match."""
-    with accelerator() as acc:
-        parts = parts_of(acc, sharded(), tmp_path)
-        with parts[1].optimizer as optimizer:
-            loop(acc, parts, last=1)
-            acc.save_state(str(tmp_path / "first"))
-            loop(acc, parts, last=1)
-            with monkeypatch.context() as patch:
-                patch.setattr(optimizer, "save_checkpoint", lambda extra: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    acc.save_state(str(tmp_path / "second"))
-    with accelerator() as acc:
-        parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
-        with parts[1].optimizer:
-            with pytest.raises(CheckpointError, match=r"second belongs to step 2 .* at step 1.*\S*first"):
-                acc.load_state(str(tmp_path / "second"))
-            acc.load_state(str(tmp_path / "first"))
-            loop(acc, parts, last=1)
-            with pytest.raises(CheckpointError, match=r"resume_from='\S*first'"):
-                acc.load_state(str(tmp_path / "first"))
-
-
 def test_automatic_checkpoint_naming(tmp_path: Path) -> None:
     """Accelerate numbers the folders and removes old ones; the newest is loaded."""
     from accelerate.utils import ProjectConfiguration
@@ -336,26 +377,6 @@ def test_model_in_memory_keeps_the_methods_of_accelerate(tmp_path: Path) -> None
     assert load_file(tmp_path / "other" / "model.safetensors")["weight"].equal(expected["weight"])
 
 
-def test_gradients_of_micro_batches_are_paged(tmp_path: Path) -> None:
-    """Gradients are reduced in spite of `no_sync`, and `save_state` between backward and step raises."""
-    with accelerator(gradient_accumulation_steps=2) as acc:
-        pretend_fsdp2(acc)
-        parts = parts_of(acc, sharded(), tmp_path)
-        with parts[1].optimizer:
-            model = parts[0]
-            with acc.no_sync(model):
-                acc.backward(models.loss_of(model, data()[:2]))
-            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-            with pytest.raises(InfinityError, match=r"save_state\(\) .*between backward and step\(\)"):
-                acc.save_state(str(tmp_path / "out"))
-            assert not (tmp_path / "out").exists()
-
-
-def prepare_unsharded(acc: Accelerator, folder: Path, **named: Any) -> None:
-    """Prepare an unsharded model."""
-    parts_of(acc, bare(), folder, **named)
-
-
 def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
     """Errors are raised before anything is written."""
     with accelerator() as acc:
@@ -366,7 +387,7 @@ def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
             ({"resume_from": tmp_path}, ConfigError, r"infinity\.json cannot be read: No such file"),
         ):
             with pytest.raises(kind, match=message):
-                prepare_unsharded(acc, tmp_path, **named)
+                parts_of(acc, bare(), tmp_path, **named)
         model = sharded()
         optimizer = optimizer_of(model)
         with pytest.raises(UnsupportedError, match=r"accelerator\.prepare"):
@@ -376,7 +397,7 @@ def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
     with accelerator(mixed_precision="bf16") as acc, pytest.raises(ConfigError, match=r"compute in torch\.float32"):
         parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)
     with accelerator(dynamo_backend="eager") as acc, pytest.raises(UnsupportedError, match="dynamo_backend"):
-        prepare_unsharded(acc, tmp_path)
+        parts_of(acc, bare(), tmp_path)
 
 
 def test_folder_with_a_replaced_checkpoint_is_rejected(tmp_path: Path) -> None:
@@ -415,7 +436,7 @@ def test_interrupted_save_into_the_same_folder(moment: str, tmp_path: Path, monk
             loop(acc, parts, last=1)
             with monkeypatch.context() as patch:
                 if moment == "written":
-                    patch.setattr(optimizer, "save_checkpoint", lambda extra: 1 / 0)
+                    patch.setattr(optimizer, "save_checkpoint", lambda *_, **__: 1 / 0)
                 else:
                     patch.setattr(checkpoint_folders, "finish", lambda folder: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
@@ -490,3 +511,175 @@ def test_write_error_on_one_rank_fails_all_ranks(pair: RankPool, tmp_path: Path)
     """Other ranks do not wait for the failed one."""
     errors = pair.run(write_fails_on_rank_1, str(tmp_path))
     assert errors == ["save_state failed on rank 1: OSError: full", "full"]
+
+
+# At every moment of an accelerator #
+
+MOMENTS = (
+    "before training", "before an update", "between steps", "in evaluation", "between trainings",
+    "in the second training", "after training",
+)  # fmt: skip
+PENDING = "before an update"
+"""Moment at which gradients are pending."""
+CLOSED = "after close"
+
+
+class Life:
+    """Two trainings of a model, with the result of each call at each moment.
+
+    One life is in memory with plain PyTorch, and one has its state on NVMe. Results must be bitwise equal.
+    """
+
+    def __init__(self, folder: Path, accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        self.folder, self.accelerator = folder, accelerator
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.found: dict[tuple[str, str], Any] = {}
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+
+    def train(self) -> None:
+        self.call_all("before training")
+        self._train(PENDING, "between steps", "in evaluation")
+        self.call_all("between trainings")
+        self._train(None, "in the second training", None)
+        self.call_all("after training")
+
+    def _train(self, before_update: str | None, between_steps: str, evaluating: str | None) -> None:
+        for number, batch in enumerate(data().split(2)[:2]):
+            self.accelerator.backward(models.loss_of(self.model, batch))
+            if before_update and number == 0:
+                self.call_all(before_update)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            if number == 0:
+                self.call_all(between_steps)
+        self.model.eval()
+        with torch.no_grad():
+            models.loss_of(self.model, data()[:2])
+            if evaluating:
+                self.call_all(evaluating)
+        self.model.train()
+
+    def call_all(self, moment: str) -> None:
+        self.call_each(moment)
+        self.weights[moment] = full_weights(self.model)
+
+    def call_each(self, moment: str) -> None:
+        for name, call in CALLS.items():
+            try:
+                self.found[name, moment] = call(self, moment)
+            except InfinityError as error:
+                self.found[name, moment] = str(error)
+
+
+def gradients(life: Life, moment: str) -> Any:
+    """Return the gradients of a micro-batch, which are added to pending ones or otherwise discarded."""
+    with torch.enable_grad(), life.accelerator.no_sync(life.model):
+        life.accelerator.backward(models.loss_of(life.model, data()[4:6]))
+    found = {name: param.grad.full_tensor().clone() for name, param in life.model.named_parameters()}
+    if moment != PENDING:
+        life.optimizer.zero_grad()
+    return found
+
+
+def saved(life: Life, moment: str) -> Any:
+    """Return the weights that `save_model` writes."""
+    life.accelerator.save_model(life.model, life.folder / moment / "weights")
+    if isinstance(life.accelerator, SimpleNamespace):
+        return full_weights(life.model)
+    return dict(type(bare()).from_pretrained(life.folder / moment / "weights").named_parameters())
+
+
+def save_state(life: Life, moment: str) -> Any:
+    """Save, and load again, which must not change the weights."""
+    folder = life.folder / moment / "state"
+    life.accelerator.save_state(str(folder))
+    life.accelerator.load_state(str(folder))
+    return full_weights(life.model)
+
+
+CALLS: dict[str, Callable[[Life, str], Any]] = {
+    "no_sync": gradients,
+    "get_state_dict": lambda life, moment: life.accelerator.get_state_dict(life.model),
+    "save_model": saved,
+    "save_state": save_state,
+    "load_state": lambda life, moment: life.accelerator.load_state(str(life.folder / MOMENTS[0] / "state")),
+}
+"""Replaced methods. `load_state` loads the first folder."""
+
+
+def on_nvme(acc: Any, folder: Path, **named: Any) -> Life:
+    """Return a life with the state on NVMe, in which all checkpoints are retained."""
+    model = sharded(policy=MixedPrecisionPolicy())
+    optimizer = optimizer_of(model)
+    config = settings(folder, retained_checkpoints=len(MOMENTS))
+    return Life(folder, acc, *prepare(acc, model, optimizer, scheduler_of(optimizer), config=config, **named))
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Life, Life]:
+    """Return the life in memory and the one on NVMe, which has ended."""
+    in_memory = SimpleNamespace(
+        backward=lambda loss: loss.backward(), clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
+        no_sync=lambda model: nullcontext(), get_state_dict=full_weights, save_model=lambda *_: None,
+        save_state=lambda folder: None, load_state=lambda folder: None,
+    )  # fmt: skip
+    model = sharded(policy=MixedPrecisionPolicy())
+    optimizer = optimizer_of(model)
+    memory = Life(Path(), in_memory, model, optimizer, scheduler_of(optimizer))
+    memory.train()
+    with accelerator() as acc:
+        paged = on_nvme(acc, tmp_path_factory.mktemp("accelerate"))
+        with paged.optimizer.optimizer:
+            paged.train()
+        paged.call_each(CLOSED)
+    return memory, paged
+
+
+def same(one: Any, other: Any) -> bool:
+    return isinstance(other, dict) and one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def expected(call: str, moment: str, memory: Any, found: Any) -> bool:
+    """Return whether the result of a call is that of the life in memory, or the documented error."""
+    if call in ("save_model", "save_state") and moment == PENDING:
+        return "was called between backward and step(); call it after step()" in found
+    if call == "load_state" and moment not in MOMENTS[:2]:  # weights are only restored when a run starts
+        return "belongs to step 0 " in found and "call prepare(…, resume_from=" in found
+    return found is None if call == "load_state" else same(memory, found)
+
+
+def test_calls_at_all_moments_equal_memory(lives: tuple[Life, Life]) -> None:
+    """The calls do not change the training either."""
+    memory, paged = lives
+    cells = [(call, moment) for call in CALLS for moment in MOMENTS]
+    assert {
+        cell: paged.found[cell] for cell in cells if not expected(*cell, memory.found[cell], paged.found[cell])
+    } == {}
+    assert [moment for moment in MOMENTS if not same(memory.weights[moment], paged.weights[moment])] == []
+
+
+def test_replaced_methods_are_in_the_table(tmp_path: Path) -> None:
+    """Before `prepare`, the accelerator has its own methods."""
+    with accelerator() as acc:
+        before = {name for name, value in vars(acc).items() if callable(value)}
+        with on_nvme(acc, tmp_path).optimizer.optimizer:
+            assert {name for name, value in vars(acc).items() if callable(value)} - before == {*CALLS}
+
+
+def test_states_saved_at_all_moments_can_be_resumed(lives: tuple[Life, Life]) -> None:
+    """The last one is resumed first, because resuming removes later checkpoints."""
+    for moment in reversed([moment for moment in MOMENTS if moment != PENDING]):
+        folder = lives[1].folder / moment / "state"
+        with accelerator() as acc:
+            life = on_nvme(acc, lives[1].folder, resume_from=folder)
+            with life.optimizer.optimizer as optimizer:
+                acc.load_state(str(folder))
+                assert life.scheduler.scheduler.last_epoch == optimizer.steps
+                assert same(lives[0].weights[moment], full_weights(life.model)), moment
+
+
+def test_calls_after_close_name_the_reason(lives: tuple[Life, Life]) -> None:
+    for call in CALLS:
+        assert ("belongs to step 0" if call == "load_state" else "closed") in lives[1].found[call, CLOSED]

@@ -127,16 +127,3 @@ def test_error_for_late_adapters_recommends_the_adapters_argument(tmp_path: Path
     assert "(adapters=)" in text
     assert text.count("lora_A") + text.count("lora_B") == 3
     assert not list(tmp_path.glob("**/*.pages"))
-
-
-def test_error_lists_a_few_parameters_outside_fsdp_modules(tmp_path: Path) -> None:
-    """The error also reports how many more there are."""
-    inner = adapted.llama()
-    outer = torch.nn.ModuleDict(
-        {"model": models.shard(inner), "other": torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 1)}
-    )
-    outer["more"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
-    with pytest.raises(
-        UnsupportedError, match=r"more.0.bias, more.0.weight, more.1.bias and 7 more; .*fully_shard\(model\)"
-    ):
-        trained(outer, tmp_path)

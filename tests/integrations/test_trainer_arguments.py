@@ -104,18 +104,11 @@ def test_norm_without_clipping(update_schedule: str, tmp_path: Path) -> None:
     trainer.train()
     outcome, expected = outcome_of(trainer), outcome_of(ordinary)
     assert outcome.losses == expected.losses
+    published = trainer.optimizer.optimizer.run.stats.snapshot().value("training_loss")
+    assert published == pytest.approx(outcome.losses[-1])
     waits = update_schedule in ("in_forward", "after_backward")
     assert outcome.norms == (expected.norms if waits else [None] * len(expected.norms))
     assert trainer.optimizer.optimizer.update_schedule == (
         "in_backward" if update_schedule == "auto" else update_schedule
     )
-    trainer.end()
-
-
-def test_training_loss_is_published(tmp_path: Path) -> None:
-    """The loss that the Trainer logs is available to `infinity top` and the daemon."""
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
-    trainer.train()
-    value = trainer.optimizer.optimizer.run.stats.snapshot().value("training_loss")
-    assert value == pytest.approx(outcome_of(trainer).losses[-1])
     trainer.end()

@@ -15,15 +15,14 @@ import torch
 
 from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.errors import CheckpointError, InfinityError
-from infinity.integrations import run_folders
-from infinity.integrations.transformers import trainer_checkpoints
+from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.integrations import checkpoint_folders, run_folders
 from infinity.run.optimizer import PagedOptimizer
 from support.tables import WIDE, all_but
 from support.trainers import Outcome, build, dataset, make, outcome_of, with_adapters
 
 SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2}
-SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 6}
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -56,12 +55,13 @@ def test_resume_in_the_middle_is_exact(named: bool | str, tmp_path: Path) -> Non
     """Weights, moments, scheduler, random numbers and the order of the data are restored."""
     expected = trained(tmp_path, "uninterrupted", **SHUFFLED)
     out, nvme = tmp_path / "out", tmp_path / "nvme"
-    first = make(out, build(dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
-    first.add_callback(stop_at(7))
-    first.train()
+    first = make(out, build(dropout=0.1), nvme=nvme, **SAVED | SHUFFLED)
+    first.add_callback(interrupt_at(7))
+    with pytest.raises(InterruptedError):
+        first.train()
     close(first)
     assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
-    again = make(out, build("meta", dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
+    again = make(out, build("meta", dropout=0.1), nvme=nvme, **SAVED | SHUFFLED)
     again.train(resume_from_checkpoint=named if named is True else str(out / named))
     resumed = outcome_of(again)
     assert resumed.losses == expected.losses  # earlier losses are restored from trainer_state.json
@@ -71,15 +71,16 @@ def test_resume_in_the_middle_is_exact(named: bool | str, tmp_path: Path) -> Non
     close(again)
 
 
-def stop_at(step: int) -> Any:
-    """Return a callback that stops training after a step."""
+def interrupt_at(step: int) -> Any:
+    """Return a callback that raises an exception after a step."""
     from transformers import TrainerCallback
 
-    class Stop(TrainerCallback):
+    class Interrupt(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= state.global_step >= step
+            if state.global_step == step:
+                raise InterruptedError
 
-    return Stop()
+    return Interrupt()
 
 
 def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> Non
         }  # fmt: skip
         named = json.loads((folder / "infinity.json").read_text())
         assert torch.load(folder / "training_args.bin", weights_only=False).save_total_limit == 2
-        assert named == {"run_id": trainer.optimizer.optimizer.run.folder.run_id, "step": step}
+        assert (named["run_id"], named["step"]) == (trainer.optimizer.optimizer.run.folder.run_id, step)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     state = 12 * sum(param.numel() for param in trainer.model.parameters())
     print(f"two checkpoints: {size} bytes, compared with {state} bytes of state")
@@ -153,23 +154,8 @@ def test_load_best_adapters_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     close(trainer)
 
 
-def test_best_checkpoint_is_kept_when_newer_ones_are_removed(tmp_path: Path) -> None:
-    """The checkpoint of the run is kept as well."""
-    given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 10}
-    quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
-    trainer = make(
-        tmp_path / "out", build(), nvme=tmp_path / "nvme", **given, greater_is_better=True,
-        compute_metrics=lambda _: {"quality": next(quality)},
-    )  # fmt: skip
-    trainer.train()
-    assert checkpoint_names(tmp_path / "out") == ["checkpoint-10", "checkpoint-4"]
-    assert checkpoint_steps(tmp_path / "nvme") == [4, 10]
-    close(trainer)
-
-
-@WIDE
-def test_early_stopping(tmp_path: Path) -> None:
-    """A callback stops training at the same step as in memory."""
+def test_best_checkpoint_is_kept_until_training_stops_early(tmp_path: Path) -> None:
+    """A callback stops training at the same step as in memory. The checkpoint of the run is kept as well."""
     from transformers import EarlyStoppingCallback
 
     quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
@@ -181,20 +167,20 @@ def test_early_stopping(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 8
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+    assert checkpoint_names(tmp_path / "out") == ["checkpoint-4", "checkpoint-8"]
+    assert checkpoint_steps(tmp_path / "nvme") == [4, 8]
     close(trainer)
 
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from infinity.integrations import run_folders
-from infinity.integrations.transformers import trainer_checkpoints
+from infinity.integrations.transformers import trainer as attached
 from infinity.run.optimizer import PagedOptimizer
 from support.trainers import build, make
 from transformers import TrainerCallback
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
-wanted = 6
 
 def kill(*args, **named):
     os._exit(9)
@@ -206,7 +192,7 @@ class Kill(TrainerCallback):
         if state.global_step == 6 and moment == "before the checkpoint":
             PagedOptimizer.save_checkpoint = kill
         if state.global_step == 6 and moment == "after the checkpoint":
-            trainer_checkpoints.remove_others = kill
+            attached.rotate_checkpoints = kill
 
 trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Kill()], **eval(sys.argv[3]))
 trainer.train()
@@ -217,7 +203,7 @@ MOMENTS = ("step", "before the checkpoint", "after the checkpoint")
 @pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "after the checkpoint"))
 def test_killed_trainer_resumes_exactly(moment: str, tmp_path: Path) -> None:
     """The process may be killed between writing the folder and saving the checkpoint, even with a limit of 1."""
-    given = {**SHUFFLED, **SAVED, "save_total_limit": 1}
+    given = {**SAVED, **SHUFFLED, "save_total_limit": 1}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), moment, repr(given)]
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -239,18 +225,13 @@ def test_resume_without_a_valid_checkpoint_raises(tmp_path: Path) -> None:
     trainer = make(out, build(), nvme=nvme, **SAVED)
     with pytest.raises(CheckpointError, match="nothing to resume from"):
         trainer.train(resume_from_checkpoint=True)
-    ordinary = make(tmp_path / "memory", build("plain"), **SAVED)
-    ordinary.train()
-    with pytest.raises(CheckpointError, match=r"infinity\.json.*weights=folder"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "memory" / "checkpoint-6"))
+    (tmp_path / "checkpoint-6").mkdir()
+    with pytest.raises(ConfigError, match=r"infinity\.json.*weights=folder"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     trainer.train()
     with pytest.raises(InfinityError, match="resume_from_checkpoint"):
         trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
     close(trainer)
-    damaged = out / "checkpoint-6"
-    (damaged / "infinity.json").write_text('{"run_id": 1, "step": 2}')
-    with pytest.raises(CheckpointError, match="run_id = 1, step = 2"):
-        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(damaged))
 
 
 def test_damaged_last_checkpoint_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,28 +251,33 @@ def test_damaged_last_checkpoint_is_ignored(tmp_path: Path, caplog: pytest.LogCa
     close(again)
 
 
-def test_trainer_files_are_flushed_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of the folder are on the drive before the checkpoint is saved."""
+def test_folder_whose_rewriting_was_interrupted_is_found(tmp_path: Path) -> None:
+    for name in ("checkpoint-2", ".checkpoint-10.before", "checkpoint-last"):
+        (tmp_path / name).mkdir()
+    found = checkpoint_folders.numbered_folders(tmp_path, "checkpoint-")
+    assert [folder.name for folder in found] == ["checkpoint-10", "checkpoint-2"]
+
+
+def test_files_of_a_folder_are_flushed_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of all frameworks are written by the same code."""
     flushed: set[Path] = set()
-    written: list[Path] = []
-    original = (run_folders.sync_file, trainer_checkpoints.write_durably, PagedOptimizer.save_checkpoint)
+    original = (run_folders.sync_file, checkpoint_folders.write_durably, PagedOptimizer.save_checkpoint)
     monkeypatch.setattr(run_folders, "sync_file", lambda file: (original[0](file), flushed.add(file)))
     monkeypatch.setattr(
-        trainer_checkpoints, "write_durably", lambda file, data: (original[1](file, data), written.append(file))
+        checkpoint_folders, "write_durably", lambda file, data: (original[1](file, data), flushed.add(file))
     )
-    folder = tmp_path / "out" / "checkpoint-6"
+    folder = tmp_path / "out" / "checkpoint-2"
 
     def save_checkpoint(self: PagedOptimizer, *given: Any, **named: Any) -> None:
         assert flushed == set(folder.iterdir())
-        assert written == [folder / "infinity.json"]
+        assert folder / "infinity.json" in flushed
         original[2](self, *given, **named)
-        written.clear()
+        flushed.clear()
 
     monkeypatch.setattr(PagedOptimizer, "save_checkpoint", save_checkpoint)
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"save_steps": 6})
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"max_steps": 2})
     trainer.train()
-    assert not written
-    assert checkpoint_names(tmp_path / "out") == ["checkpoint-6"]
+    assert not flushed
     close(trainer)
 
 

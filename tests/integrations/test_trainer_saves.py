@@ -14,10 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.safetensors import export_safetensors
-from infinity.integrations.transformers.exports import move_export
-from support.ranks import RankPool
-from support.tables import WIDE
-from support.trainer_ranks import adapters, adapters_to_unwritable_folder
+from infinity.integrations.run_folders import APART, move_export
 from support.trainers import build, make, outcome_of, with_adapters
 
 
@@ -26,7 +23,7 @@ def test_saved_model_can_be_loaded(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     out = tmp_path / "out"
-    trainer = make(out, build("meta"), nvme=tmp_path / "nvme", save_strategy="steps", save_steps=3)
+    trainer = make(out, build("meta"), nvme=tmp_path / "nvme", save_strategy="steps", save_steps=2)
     trainer.save_model(tmp_path / "before")
     trainer.train()
     for folder in (out, out, tmp_path / "elsewhere" / "inside"):
@@ -36,7 +33,7 @@ def test_saved_model_can_be_loaded(tmp_path: Path) -> None:
         loaded = LlamaForCausalLM.from_pretrained(folder)
         for name, param in loaded.named_parameters():
             assert param.equal(trainer.model.get_parameter(name).full_tensor()), name
-    assert (out / "checkpoint-6").exists()
+    assert (out / "checkpoint-4").exists()
     before = LlamaForCausalLM.from_pretrained(tmp_path / "before")
     assert not before.lm_head.weight.equal(loaded.lm_head.weight)
     batch = {name: value[None] for name, value in trainer.eval_dataset[0].items()}
@@ -75,42 +72,38 @@ def test_save_model_replaces_the_previous_export(tmp_path: Path) -> None:
 
 
 def test_saves_contain_the_current_configuration(tmp_path: Path) -> None:
-    """Changes to the config and the generation config reach exports, checkpoint folders and `infinity export`."""
+    """Changes to the config and the generation config reach exports, checkpoint folders and `infinity export`.
+
+    An export that contains folders can be replaced.
+    """
     out = tmp_path / "out"
     build("plain").save_pretrained(tmp_path / "model")
+    templates = Path("additional_chat_templates", "tools.jinja")
+    (tmp_path / "model" / templates).parent.mkdir()
+    (tmp_path / "model" / templates).write_text("{{ messages }}")
     model = infinity.from_pretrained(tmp_path / "model", mp_policy=MixedPrecisionPolicy())
-    trainer = make(out, model, nvme=tmp_path / "nvme", save_strategy="steps", save_steps=3)
+    trainer = make(out, model, nvme=tmp_path / "nvme", save_strategy="steps", save_steps=3, max_steps=3)
     model.generation_config.eos_token_id = 7  # as the Trainer does for a tokenizer with a different end token
     trainer.train()
     model.config.note = "changed"
-    trainer.save_model(tmp_path / "live")
+    for _ in range(2):
+        trainer.save_model(tmp_path / "live")
+        assert (tmp_path / "live" / templates).read_text() == "{{ messages }}"
     trainer.optimizer.optimizer.save_checkpoint()
     export_safetensors(
         CheckpointReader(trainer.optimizer.optimizer.run.folder), tmp_path / "export", file_bytes=1 << 30
     )
-    for folder in (out / "checkpoint-6", tmp_path / "live", tmp_path / "export"):
+    for folder in (out / "checkpoint-3", tmp_path / "live", tmp_path / "export"):
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 7
     for folder in (tmp_path / "live", tmp_path / "export"):
         assert json.loads((folder / "config.json").read_text())["note"] == "changed"
     trainer.end()
 
 
-def test_save_model_replaces_folders_of_the_previous_export(tmp_path: Path) -> None:
-    build("plain").save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "additional_chat_templates").mkdir()
-    (tmp_path / "model" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-    model = infinity.from_pretrained(tmp_path / "model", mp_policy=MixedPrecisionPolicy())
-    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
-    for _ in range(2):
-        trainer.save_model()
-        assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
-    trainer.end()
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_interrupted_move_never_mixes_weights(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a partially replaced export fails."""
-    old, new = tmp_path / "old", tmp_path / "new"
+    old, new = tmp_path / "old", tmp_path / "old" / APART
     model = build("plain")
     model.save_pretrained(old, max_shard_size="200KB")
     with torch.no_grad():
@@ -128,7 +121,7 @@ def test_interrupted_move_never_mixes_weights(number: int, tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "replace", interrupted_replace)
     with pytest.raises(OSError, match="interrupted"):
-        move_export(new, old)
+        move_export(old)
     with pytest.raises(OSError, match="no file named"):
         type(model).from_pretrained(old)
 
@@ -136,7 +129,7 @@ def test_interrupted_move_never_mixes_weights(number: int, tmp_path: Path, monke
 def test_save_only_model(tmp_path: Path) -> None:
     """Checkpoints are exports, limited by `save_total_limit`, and the run saves no checkpoints."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2}
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2, "max_steps": 6}
     trainer = make(out, build(), nvme=nvme, **saved)
     trainer.train()
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
@@ -150,7 +143,7 @@ def test_save_only_model(tmp_path: Path) -> None:
 def test_save_model_with_adapters(tmp_path: Path) -> None:
     """Adapters of a peft model are trained and saved as by the unmodified Trainer."""
     pytest.importorskip("peft")
-    saved = {"save_strategy": "steps", "save_steps": 3}
+    saved = {"save_strategy": "steps", "save_steps": 2}
     ordinary = make(tmp_path / "memory", with_adapters("plain"), **saved)
     trainer = make(tmp_path / "out", with_adapters(), nvme=tmp_path / "nvme", **saved)
     for one in (ordinary, trainer):
@@ -158,35 +151,8 @@ def test_save_model_with_adapters(tmp_path: Path) -> None:
         one.save_model()
     outcome_of(trainer).equals(outcome_of(ordinary))
     assert not list((tmp_path / "out").rglob("model.safetensors"))
-    assert not (tmp_path / "out" / "checkpoint-6" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").exists()
     found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "memory"))
     assert found.keys() == expected.keys()
     assert all(value.equal(expected[name]) for name, value in found.items())
     trainer.end()
-
-
-@WIDE
-def test_save_model_with_adapters_on_two_ranks(tmp_path: Path) -> None:
-    """The file contains full tensors."""
-    pytest.importorskip("peft")
-    pool = RankPool(2)
-    try:
-        shapes = pool.run(adapters, tmp_path)[0]
-    finally:
-        pool.close()
-    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert {name: tuple(value.shape) for name, value in found.items()} == shapes
-
-
-@WIDE
-def test_failed_adapter_save_raises_on_both_ranks(tmp_path: Path) -> None:
-    """Both ranks report the reason of rank 0."""
-    pytest.importorskip("peft")
-    pool = RankPool(2)
-    try:
-        first, second = pool.run(adapters_to_unwritable_folder, tmp_path)
-    finally:
-        pool.close()
-    assert "should be a directory, not a file" in first
-    assert "save_pretrained failed on rank 0" in second
-    assert "should be a directory, not a file" in second

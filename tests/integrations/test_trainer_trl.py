@@ -174,8 +174,8 @@ def test_documentation_names_errors_of_dpo_trainer_without_a_reference_model(err
 @WIDE
 def test_sft_trainer_resumes_on_the_meta_device(tmp_path: Path) -> None:
     """Checkpoints contain the tokenizer."""
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    uninterrupted = sft(tmp_path / "uninterrupted", build(), nvme=tmp_path / "uninterrupted-nvme")
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 6}
+    uninterrupted = sft(tmp_path / "uninterrupted", build(), nvme=tmp_path / "uninterrupted-nvme", max_steps=6)
     uninterrupted.train()
     expected = outcome_of(uninterrupted)
     uninterrupted.optimizer.optimizer.close()

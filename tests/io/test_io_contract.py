@@ -215,15 +215,16 @@ def test_opening_a_missing_file_raises_storage_error(engine: Engine, tmp_path: P
     assert (caught.value.op, caught.value.path, caught.value.errno) == ("open", path, errno.ENOENT)
 
 
-@pytest.mark.parametrize("start", [2 << 20, 4 << 20, 5 << 20])
-def test_read_past_the_end_raises_storage_error(engine: Engine, filled: str, start: int) -> None:
-    file = engine.open(filled)
-    with mapped(4 << 20) as memory:
-        ticket = engine.submit(Op.READ, file, start, memory)
-        with pytest.raises(StorageError, match="end of file") as caught:
-            ticket.wait(PATIENCE)
-    error = caught.value
-    assert (error.op, error.path, error.offset, error.length) == ("read", filled, start, 4 << 20)
+def test_read_past_the_end_raises_storage_error(subtests: pytest.Subtests, engine: Engine, filled: str) -> None:
+    for start in [2 << 20, 4 << 20, 5 << 20]:
+        with subtests.test(start=start):
+            file = engine.open(filled)
+            with mapped(4 << 20) as memory:
+                ticket = engine.submit(Op.READ, file, start, memory)
+                with pytest.raises(StorageError, match="end of file") as caught:
+                    ticket.wait(PATIENCE)
+            error = caught.value
+            assert (error.op, error.path, error.offset, error.length) == ("read", filled, start, 4 << 20)
 
 
 def test_file_ending_within_a_block_raises_storage_error(engine: Engine, tmp_path: Path) -> None:

@@ -198,9 +198,7 @@ def test_fault_is_restricted_to_path_and_limit(rig: Rig, tmp_path: Path) -> None
     assert os.path.getsize(other.path) == 9 * SIZE
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"probability": 2.0}, {"every": 0}, {"every": 2, "at": (1,)}, {"probability": 0.5, "every": 2}]
-)
-def test_contradictory_fault_rules_are_rejected(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        Fault(kind=FaultKind.EIO, **wrong)
+def test_contradictory_fault_rules_are_rejected(subtests: pytest.Subtests) -> None:
+    for wrong in [{"probability": 2.0}, {"every": 0}, {"every": 2, "at": (1,)}, {"probability": 0.5, "every": 2}]:
+        with subtests.test(wrong=wrong), pytest.raises(ConfigError):
+            Fault(kind=FaultKind.EIO, **wrong)

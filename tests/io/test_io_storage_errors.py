@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -148,18 +149,19 @@ def _failing_ring(code: int) -> type[Ring]:
     return FailingRing
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
-def test_auto_engine_uses_threads_without_io_uring(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.io.uring.Ring", _failing_ring(code))
-    before = open_descriptors()
-    engine, reason = open_engine(StorageConfig(engine="auto"))
-    engine.close()
-    assert engine.name == "threads"
-    assert reason.startswith("io_uring ")
-    assert errno.errorcode[code] in reason
-    assert open_descriptors() <= before  # an engine of another test may close meanwhile
-    with pytest.raises(ConfigError, match=r"storage\.engine .*'io_uring'"):
-        open_engine(StorageConfig(engine="io_uring"))
+def test_auto_engine_uses_threads_without_io_uring(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in [errno.EPERM, errno.ENOSYS, errno.ENOMEM]:
+        with subtests.test(errno.errorcode[code]):
+            monkeypatch.setattr("infinity.io.uring.Ring", _failing_ring(code))
+            before = open_descriptors()
+            engine, reason = open_engine(StorageConfig(engine="auto"))
+            engine.close()
+            assert engine.name == "threads"
+            assert reason.startswith("io_uring ")
+            assert errno.errorcode[code] in reason
+            assert open_descriptors() <= before  # an engine of another test may close meanwhile
+            with pytest.raises(ConfigError, match=r"storage\.engine .*'io_uring'"):
+                open_engine(StorageConfig(engine="io_uring"))
 
 
 def test_auto_engine_uses_threads_if_io_uring_enter_is_blocked(
@@ -201,10 +203,8 @@ def test_engine_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixtur
 def test_failed_buffer_registration_is_not_fatal(
     filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Ring, first: int, pieces: list[tuple[int, int]]) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(ring_module.Ring, "register", fail)
+    error = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(ring_module.Ring, "register", mock.Mock(side_effect=error))
     engine = make_engine("io_uring")
     file = engine.open(filled)
     with mapped(len(blob)) as memory:
@@ -236,11 +236,8 @@ def test_buffer_registration_works_on_old_kernels(filled: str, blob: bytes, monk
 
 
 def test_broken_ring_fails_all_tickets(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Ring, wait_for: int) -> None:
-        raise OSError(errno.EBADF, "broken")
-
     engine = make_engine("io_uring")
-    monkeypatch.setattr(ring_module.Ring, "enter", broken)
+    monkeypatch.setattr(ring_module.Ring, "enter", mock.Mock(side_effect=OSError(errno.EBADF, "broken")))
     file = engine.open(filled)
     with mapped(1 << 20) as memory:
         tickets = [engine.submit(Op.READ, file, 0, memory)]
@@ -297,23 +294,24 @@ def test_request_submitted_before_the_ring_sleeps_is_not_lost(filled: str, blob:
         engine.close()
 
 
-@pytest.mark.parametrize(("machine", "attempts"), [("x86_64", 2), ("aarch64", 1)])
-def test_old_kernels_are_rejected_on_weakly_ordered_machines(
-    machine: str, attempts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_kernels_are_rejected_on_weakly_ordered_machines(subtests: pytest.Subtests) -> None:
     """Kernels before 6.1 post completions at any time, and Python's plain loads could read a stale entry."""
-    flags: list[int] = []
+    for machine, attempts in [("x86_64", 2), ("aarch64", 1)]:
+        with subtests.test(machine=machine), pytest.MonkeyPatch.context() as monkeypatch:
+            flags: list[int] = []
 
-    def without_deferred_work(_: int, __: int, parameters: object) -> int:
-        flags.append(1)
-        ctypes.set_errno(errno.EINVAL)
-        return -1
+            def without_deferred_work(_: int, __: int, parameters: object) -> int:
+                flags.append(1)
+                ctypes.set_errno(errno.EINVAL)
+                return -1
 
-    monkeypatch.setattr(ring_module, "_syscall", without_deferred_work)
-    monkeypatch.setattr(ring_module.platform, "machine", lambda: machine)
-    with pytest.raises(RingRefusedError, match=f"older than 6.1 on {machine}" if attempts == 1 else "EINVAL|Invalid"):
-        Ring(8)
-    assert len(flags) == attempts
+            monkeypatch.setattr(ring_module, "_syscall", without_deferred_work)
+            monkeypatch.setattr(ring_module.platform, "machine", lambda: machine)
+            with pytest.raises(
+                RingRefusedError, match=f"older than 6.1 on {machine}" if attempts == 1 else "EINVAL|Invalid"
+            ):
+                Ring(8)
+            assert len(flags) == attempts
 
 
 def test_close_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,16 +360,16 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], st
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_source_raises(name: str, tmp_path: Path) -> None:
+def test_unsupported_sources_raise(tmp_path: Path) -> None:
     """The one-line message states the remedy, and no weights are read."""
-    change, options, words = UNSUPPORTED[name]
-    saved(tmp_path / "model")
-    if change is not None:
-        change(tmp_path / "model")
-    with pytest.raises(ConfigError, match=words) as caught:
-        infinity.from_pretrained(tmp_path / "model", **options)
-    assert "\n" not in str(caught.value)
+    saved(tmp_path / "saved")
+    for name, (change, options, words) in UNSUPPORTED.items():
+        shutil.copytree(tmp_path / "saved", folder := tmp_path / name.replace(" ", "-"))
+        if change is not None:
+            change(folder)
+        with pytest.raises(ConfigError, match=words) as caught:
+            infinity.from_pretrained(folder, **options)
+        assert "\n" not in str(caught.value), name
 
 
 def test_offload_rejects_weights_of_a_different_model(tmp_path: Path) -> None:
@@ -383,15 +383,14 @@ def test_offload_rejects_weights_of_a_different_model(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["no/such-model", "no such model", "/no/such/folder", "a/b/c"])
-def test_unknown_model_id_raises(name: str) -> None:
-    """The message includes the one of transformers."""
-    with pytest.raises(ConfigError, match=f"{name!r} .* Hub: .+"):
-        infinity.from_pretrained(name)
+def test_invalid_sources_raise(tmp_path: Path) -> None:
+    """Covers ids, a file, a name, and models that do not support checkpointing or sharding.
 
-
-def test_invalid_source_types_raise(tmp_path: Path) -> None:
-    """Covers a file, a name, and models that do not support checkpointing or sharding."""
+    The message for an unknown id includes the one of transformers.
+    """
+    for name in ("no/such-model", "no such model", "/no/such/folder", "a/b/c"):
+        with pytest.raises(ConfigError, match=f"{name!r} .* Hub: .+"):
+            infinity.from_pretrained(name)
     saved(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.safetensors is a file.*from_config"):
         infinity.from_pretrained(tmp_path / "model" / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import threading
@@ -21,6 +22,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from support import models
 from support.ranks import RankPool
+from support.tables import alternate
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, settings
 
 RECIPE = Recipe(model="toy")
@@ -48,28 +50,22 @@ def evaluate(model: nn.Module) -> None:
 # Weights between backward and step #
 
 
-@pytest.mark.parametrize("update_schedule", ["in_backward"])
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda model, _: evaluate(model),
-        lambda model, _: model.head.weight.full_tensor().clone(),
-        lambda model, _: models.loss_of(model, batch(model, 9)),
-        lambda model, _: model.head.weight.data.copy_(torch.zeros_like(model.head.weight.grad)),
-        lambda model, optimizer: optimizer.read_state("head.weight"),
-        lambda model, optimizer: optimizer.state[model.head.weight],
-    ],
-    ids=["evaluation", "weights", "forward", "writing", "read_state", "state"],
-)
-def test_reading_weights_updated_in_backward_is_rejected(read: Any, update_schedule: str, tmp_path: Path) -> None:
+def test_reading_weights_updated_in_backward_is_rejected(tmp_path: Path) -> None:
     """After `step()` the weights match those in memory."""
-    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_backward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         backward(model, 1)
-        with pytest.raises(
-            InfinityError, match=r"weights of FSDP module root were updated in backward.*update\.schedule"
+        weight = model.head.weight
+        for read in (
+            lambda: evaluate(model),
+            lambda: weight.full_tensor().clone(),
+            lambda: models.loss_of(model, batch(model, 9)),
+            lambda: weight.data.copy_(torch.zeros_like(weight.grad)),
+            lambda: optimizer.read_state("head.weight"),
+            lambda: optimizer.state[weight],
         ):
-            read(model, optimizer)
+            with pytest.raises(InfinityError, match=r"weights of FSDP module root were updated in backward.*schedule"):
+                read()
 
 
 class GrowthSGD(torch.optim.SGD):
@@ -212,8 +208,9 @@ def differing_states(reference: nn.Module, in_memory: Any, model: nn.Module, opt
     return listed
 
 
-@pytest.mark.parametrize("update_schedule", ["in_forward", "in_backward"])
-@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adagrad", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "update_schedule"), alternate(["adamw", "sgd_nesterov", "adagrad", "sgd"], ["in_forward", "in_backward"])
+)
 def test_states_match_training_in_memory(name: str, update_schedule: str, tmp_path: Path) -> None:
     """States are sharded like the parameter, and parameters without gradients have none."""
     assert list_state_differences(str(tmp_path), name, update_schedule) == []
@@ -354,13 +351,12 @@ def train_with_changes(model: nn.Module, optimizer: Any, change: Any, before_ste
     return found
 
 
-@pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("update_schedule", ["auto", *STORED_GRADIENTS])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_settings_match_training_in_memory(
-    change: Any, update_schedule: str, before_step: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("change", "case"), alternate(CHANGES, itertools.product(["auto", *STORED_GRADIENTS], [False, True]))
+)
+def test_changed_settings_match_training_in_memory(change: Any, case: tuple[str, bool], tmp_path: Path) -> None:
     """This includes settings that are replaced or changed in place while updates of the last step are pending."""
+    update_schedule, before_step = case
     model = build(RECIPE)
     expected = train_with_changes(model, ScaledSGD(model.parameters()), change, before_step)
     paged = build(RECIPE)
@@ -499,14 +495,15 @@ def test_adding_state_entries_is_unsupported(tmp_path: Path) -> None:
         assert torch.equal(local(states.setdefault("exp_avg")), local(optimizer.state[weight]["exp_avg"]))
 
 
-@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copying_an_optimizer_is_unsupported(copying: Any, tmp_path: Path) -> None:
+def test_copying_an_optimizer_is_unsupported(tmp_path: Path) -> None:
     """This holds for both optimizers and for the states, because a copy would train nothing."""
     with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
         step(model, optimizer)
-        for each in (optimizer, optimizer.state, optimizer._base_optimizer):
-            if copying is copy.copy and each is optimizer._base_optimizer:
-                continue  # a shallow copy shares its attributes, as in memory
+        copies = itertools.product(
+            (optimizer, optimizer.state, optimizer._base_optimizer), (copy.deepcopy, pickle.dumps)
+        )
+        # A shallow copy of the base optimizer shares its attributes, as in memory.
+        for each, copying in (*copies, (optimizer, copy.copy), (optimizer.state, copy.copy)):
             with pytest.raises(UnsupportedError, match=r"optimizer\.save_checkpoint\(\).*run\.resume"):
                 copying(each)
 

@@ -16,9 +16,10 @@ from infinity.run import space_reservation
 from infinity.store import folder
 from support import models
 from support.fault_engine import Fault, FaultKind
+from support.tables import WIDE
 from support.train import Paging, Recipe, batch, faulty, offloaded
 
-RECIPE = Recipe(model="toy", sequences=300, checkpointing=True)
+RECIPE = Recipe(model="toy", policy="fp32", sequences=150, checkpointing=True)
 PAGING = Paging(activations="nvme")
 
 
@@ -34,22 +35,32 @@ class OnlyActivations:
         return self._submit(op, file, offset, memory)
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run without faults."""
+    return losses(tmp_path_factory.mktemp("undisturbed"), steps=4)
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
         (Fault(kind=FaultKind.EIO, op=Op.READ), StorageError, r"read of .*rank00000\.activations failed: EIO"),
         (Fault(kind=FaultKind.EIO, op=Op.WRITE), StorageError, r"write of .*rank00000\.activations failed: EIO"),
-        (Fault(kind=FaultKind.ENOSPC, op=Op.WRITE), StorageError, r"write of .*\.activations failed: ENOSPC"),
+        pytest.param(
+            Fault(kind=FaultKind.ENOSPC, op=Op.WRITE),
+            StorageError,
+            r"write of .*\.activations failed: ENOSPC",
+            marks=WIDE,
+        ),
         (Fault(kind=FaultKind.FLIP), CorruptPageError, r"page activations/activation\[\d+\]"),
-        (Fault(kind=FaultKind.SHORT), StorageError, "short transfer"),
+        pytest.param(Fault(kind=FaultKind.SHORT), StorageError, "short transfer", marks=WIDE),
     ],
     ids=["EIO-read", "EIO-write", "ENOSPC", "flipped", "short"],
 )
 def test_activation_fault_stops_the_run_but_keeps_the_checkpoint(
-    fault: Fault, error: type[InfinityError], message: str, tmp_path: Path
+    fault: Fault, error: type[InfinityError], message: str, expected: list[float], tmp_path: Path
 ) -> None:
     """The error names the file or page, and a resumed run has the losses of a run without faults."""
-    expected = losses(tmp_path / "undisturbed", steps=4)
     with faulty(fault, on=False) as engines, pytest.raises(error, match=message):
         losses(tmp_path / "disturbed", steps=4, begin=lambda: OnlyActivations(engines[-1]))
     assert losses(tmp_path / "disturbed", steps=4, run={"resume": "latest"}) == expected[2:]
@@ -73,8 +84,7 @@ def losses(folder: Path, steps: int, begin: Any = None, **sections: Any) -> list
     return found
 
 
-def test_transient_activation_faults_are_retried(tmp_path: Path) -> None:
-    expected = losses(tmp_path / "undisturbed", steps=4)
+def test_transient_activation_faults_are_retried(expected: list[float], tmp_path: Path) -> None:
     with faulty(Fault(kind=FaultKind.EIO, every=7), on=False) as engines:
         assert losses(tmp_path / "disturbed", steps=4, begin=lambda: OnlyActivations(engines[-1])) == expected
         assert engines[-1].struck > 3

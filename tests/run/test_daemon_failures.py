@@ -16,22 +16,10 @@ import pytest
 from infinity import daemon_client
 from infinity.run import pacing
 from support.daemon_process import daemon, start, until
-from support.session import STEPS, Session, reference
+from support.session import STEPS, Session
 
 Hook = Callable[[int], None]
 """Function that is called before every step."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run without a daemon."""
-    return reference(tmp_path_factory.mktemp("undisturbed"))
-
-
-@contextmanager
-def daemon_running(runtime: Path) -> Iterator[Hook]:
-    with daemon(runtime):
-        yield lambda step: None
 
 
 @contextmanager
@@ -120,7 +108,7 @@ def daemon_sending_garbage(runtime: Path) -> Iterator[Hook]:
             thread.join()
 
 
-@pytest.mark.parametrize("daemon_behavior", [daemon_running, daemon_late, daemon_restarted, daemon_sending_garbage])
+@pytest.mark.parametrize("daemon_behavior", [daemon_late, daemon_restarted, daemon_sending_garbage])
 def test_losses_do_not_depend_on_the_daemon(
     daemon_behavior: Callable[[Path], AbstractContextManager[Hook]],
     tmp_path: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -159,6 +160,7 @@ def test_handler_set_inside_a_block_is_kept() -> None:
     assert heard == [signal.SIGINT]
 
 
+@functools.cache
 def in_memory() -> list[float]:
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)

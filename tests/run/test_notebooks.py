@@ -95,35 +95,24 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
 
 
 def test_build_cell_can_be_run_again(notebook: Notebook) -> None:
-    """A loss with its graph, a scheduler, layers and parameters of the old run do not keep it open."""
+    """What references the old run but cannot use it does not keep it open.
+
+    This includes a loss with its graph, a scheduler, layers and parameters, values that the interpreter displays, the
+    local variables of functions that raised an exception, and reference cycles of user objects.
+    """
     notebook.cell("for layer in model.blocks: weight = layer.weight if hasattr(layer, 'weight') else None")
     notebook.cell("output, parameters = model(tokens()), list(model.parameters())")
-    assert notebook.rebuilds()
-    notebook.cell(TRAIN)
-    assert notebook.rebuilds()
-
-
-def test_displayed_models_do_not_keep_a_run_open(notebook: Notebook) -> None:
-    """Interpreters keep displayed values under names of their own."""
     notebook.show("model")
-    assert notebook.rebuilds()
-
-
-def test_exceptions_do_not_keep_a_run_open(notebook: Notebook) -> None:
-    """The traceback references the local variables of the functions that raised the exception."""
+    notebook.cell("class Trainer: pass")
+    notebook.cell("trainer = Trainer(); trainer.model = model; model.trainer = trainer; trainer.itself = trainer")
+    notebook.cell("del trainer")
     notebook.cell("def train(net, optimizer):\n    loss_of(net, tokens()).backward()\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         notebook.cell("train(model, optimizer)")
     frame = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
     assert "net" in frame.f_locals
     assert notebook.rebuilds()
-
-
-def test_reference_cycles_do_not_keep_a_run_open(notebook: Notebook) -> None:
-    """User objects may reference each other and the model."""
-    notebook.cell("class Trainer: pass")
-    notebook.cell("trainer = Trainer(); trainer.model = model; model.trainer = trainer; trainer.itself = trainer")
-    notebook.cell("del trainer")
+    notebook.cell(TRAIN)
     assert notebook.rebuilds()
 
 
@@ -135,8 +124,11 @@ def test_model_and_optimizer_can_be_rebuilt_in_one_line(notebook: Notebook) -> N
         first.step()
 
 
-def test_error_names_the_variable_that_holds_the_model(notebook: Notebook) -> None:
-    """The run stays open, and the calls that the error suggests close it."""
+def test_error_names_the_variable_that_holds_the_model(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run stays open, and the calls that the error suggests close it.
+
+    A local variable of a function is in use until the function returns.
+    """
     notebook.cell("class Trainer: pass")
     notebook.cell("trainer = Trainer(); trainer.parts = {'models': [model]}")
     optimizer = notebook.names["optimizer"]
@@ -147,19 +139,13 @@ def test_error_names_the_variable_that_holds_the_model(notebook: Notebook) -> No
     notebook.cell("optimizer = paged(model)")
     with pytest.raises(FolderBusyError, match=r"referenced by `model`\. Call infinity.close_all\(\)"):
         notebook.cell("optimizer = None; paged(build())")
-    notebook.cell("infinity.close_all(); paged(build())")
-
-
-def test_error_names_a_local_variable_of_a_running_function(notebook: Notebook) -> None:
-    """The variable is in use until the function returns."""
+    notebook.cell("infinity.close_all(); trainer = None; model = build(); optimizer = paged(model)")
     notebook.cell("def run(net, first):\n    globals().pop('model')\n    paged(build())\n")
-    with pytest.raises(
-        FolderBusyError, match=r"referenced by `net` of run\(\)\. Call close\(\) of `first` of run\(\), or"
-    ):
+    local = r"referenced by `net` of run\(\)\. Call close\(\) of `first` of run\(\), or"
+    with pytest.raises(FolderBusyError, match=local):
         notebook.cell("run(model, optimizer)")
-
-
-def test_error_names_a_module_variable(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    infinity.close_all()
+    notebook.cell("model = build(); optimizer = paged(model)")
     module = ModuleType("my_models")
     monkeypatch.setitem(sys.modules, "my_models", module)
     module.registry = [notebook.names.pop("model")]  # type: ignore[attr-defined]

@@ -95,12 +95,13 @@ def _descriptors() -> Iterator[str]:
             yield number
 
 
-def fail_then_start(stage: str, folder: str) -> list[str]:
-    """Make a stage fail on the last rank, then start again; return leaked resources and other deviations."""
-    module, _, name = stage.partition(".")
-    model = build(RECIPE)  # creates a process group if there is none yet
+def fail_at(stages: tuple[str, ...], folder: str) -> list[str]:
+    """Make each stage fail on the last rank, then start; return leaked resources and other deviations.
+
+    Later stages are reached only if the folder and the locks are usable after each failure.
+    """
+    infinity.mesh("cpu")  # creates a process group if there is none yet
     where = Path(folder)
-    optimizer = make_optimizer(RECIPE, model)
     config = settings(where, Paging(), 64 * MIB)
     before = {thread.name for thread in threading.enumerate()}
     host_caches: list[weakref.ref[HostCache]] = []
@@ -110,22 +111,26 @@ def fail_then_start(stage: str, folder: str) -> list[str]:
         made(self, *args, **kwargs)
         host_caches.append(weakref.ref(self))
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise InjectedError(f"{stage} fails")
-
     wrong = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCache, "__init__", note)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(f"infinity.run.{module}.{name}", fail)
-        try:
-            infinity.offload(model, optimizer, config)
-            wrong.append("startup did not fail")
-        except InfinityError as error:
-            if f"{stage} fails" not in str(error):
-                wrong.append(f"unexpected error: {error}")
-    wrong += leaked_resources(before, where, model, host_caches)
-    dist.barrier()
+    for stage in stages:
+        module, _, name = stage.partition(".")
+        model = build(RECIPE)
+
+        def fail(*_: Any, stage: str = stage, **__: Any) -> None:
+            raise InjectedError(f"{stage} fails")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostCache, "__init__", note)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                patch.setattr(f"infinity.run.{module}.{name}", fail)
+            try:
+                infinity.offload(model, make_optimizer(RECIPE, model), config)
+                wrong.append(f"{stage} did not fail")
+            except InfinityError as error:
+                if f"{stage} fails" not in str(error):
+                    wrong.append(f"{stage}: unexpected error: {error}")
+        wrong += [f"{stage}: {leaked}" for leaked in leaked_resources(before, where, model, host_caches)]
+        dist.barrier()
     model = build(RECIPE)
     with infinity.offload(model, make_optimizer(RECIPE, model), config) as paged:
         models.loss_of(model, batch(model, 0)).backward()
@@ -133,16 +138,13 @@ def fail_then_start(stage: str, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_failed_stage_releases_all_resources(stage: str, tmp_path: Path) -> None:
+def test_failed_stages_release_all_resources(tmp_path: Path) -> None:
     """Threads, files, locks, memory and hooks are released, and the next startup succeeds."""
-    assert fail_then_start(stage, str(tmp_path)) == []
+    assert fail_at(STAGES, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "stage",
-    ["run_directory.FolderLock.acquire", "run.HostCache", "initial_state.OwnValues.values", "offload.Attachment"],
-)
-def test_failed_stage_on_one_rank_releases_all_ranks(stage: str, pair: RankPool, tmp_path: Path) -> None:
+def test_failed_stages_on_one_rank_release_all_ranks(pair: RankPool, tmp_path: Path) -> None:
     """The other rank reports the reason without waiting for its peer."""
-    assert pair.run(fail_then_start, stage, str(tmp_path)) == [[], []]
+    stages = ("run_directory.FolderLock.acquire", "run.HostCache", "initial_state.OwnValues.values",
+              "offload.Attachment")  # fmt: skip
+    assert pair.run(fail_at, stages, str(tmp_path)) == [[], []]

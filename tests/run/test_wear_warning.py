@@ -68,17 +68,19 @@ def test_paths_on_one_drive_are_added() -> None:
     assert "writes 1.8 TB per day to drive d" in warning({"wear": drive}, 0.9 * TB, 0.9 * TB)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [None, {}, {"wear": None}, {"wear": []}, {"wear": {PATHS[0]: None}}, {"wear": {PATHS[0]: drive_wear(rated=None)}},
-     {"wear": {PATHS[0]: drive_wear(rated=0)}}, {"wear": {PATHS[0]: drive_wear(left=-1)}},
-     {"wear": {PATHS[0]: drive_wear(share=0)}},
-     {"wear": {PATHS[0]: drive_wear(share=float("nan"))}}, {"wear": {PATHS[0]: drive_wear(rated=10**400)}},
-     {"wear": {PATHS[0]: drive_wear(device="\n")}}, {"wear": {PATHS[0]: drive_wear(share="1")}},
-     {"wear": {PATHS[0]: drive_wear(share=1)}}],
-)  # fmt: skip
-def test_invalid_ratings_give_no_warning(answer: Any) -> None:
-    assert warning(answer, 900 * TB, 0.0) == ""
+INVALID: list[Any] = [
+    None, {}, {"wear": None}, {"wear": []}, {"wear": {PATHS[0]: None}}, {"wear": {PATHS[0]: drive_wear(rated=None)}},
+    {"wear": {PATHS[0]: drive_wear(rated=0)}}, {"wear": {PATHS[0]: drive_wear(left=-1)}},
+    {"wear": {PATHS[0]: drive_wear(share=0)}},
+    {"wear": {PATHS[0]: drive_wear(share=float("nan"))}}, {"wear": {PATHS[0]: drive_wear(rated=10**400)}},
+    {"wear": {PATHS[0]: drive_wear(device="\n")}}, {"wear": {PATHS[0]: drive_wear(share="1")}},
+    {"wear": {PATHS[0]: drive_wear(share=1)}},
+]  # fmt: skip
+
+
+def test_invalid_ratings_give_no_warning() -> None:
+    for answer in INVALID:
+        assert warning(answer, 900 * TB, 0.0) == "", answer
 
 
 def test_writes_are_measured_from_the_second_step(

@@ -22,7 +22,7 @@ from infinity.schedule.stack import LEAST_CACHE_SLOTS
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes, with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
-from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
+from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_events, expand_pending, next_gather
 from infinity.units import parse_size
 from support.layouts import FORMATS, gpu_resident_bytes, layouts, steps, transformer, transformer_step, update_schedules
 
@@ -217,12 +217,14 @@ def test_gpu_resident_modules_do_not_change_other_accesses(data: st.DataObject) 
         assert found == tuple(
             access for access in plain if layout.pages[access[0].page].fsdp_module not in gpu_resident
         )
-    traffic = link_traffic(events, layout, resident_schedule, update_on_device=True)
-    full = link_traffic(events, layout, update_schedule, update_on_device=True)
+    traffic = link_traffic(
+        events, layout, resident_schedule, expand(events, layout, resident_schedule), update_on_device=True
+    )
+    full = link_traffic(events, layout, update_schedule, expand(events, layout, update_schedule), update_on_device=True)
     assert all(partial <= most for partial, most in zip(traffic, full, strict=True))
     if len(gpu_resident) == len(layout.fsdp_modules):
         assert not any(traffic)
-    computed = staged_computation(events, layout, resident_schedule)
+    computed = staged_computation(events, layout, resident_schedule, expand_events(events, layout, resident_schedule))
     if computed is not None:
         total = sum(computed.shares) + sum(share for *_, share in computed.awaited)
         assert total == pytest.approx(1.0)

@@ -16,7 +16,7 @@ from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
 from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, staged_computation, updating
 from infinity.schedule.trace import Access
-from infinity.schedule.update_schedule import UpdateSchedule, expand
+from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_events
 from support.layouts import transformer, transformer_step
 from support.plans import plans
 
@@ -269,7 +269,8 @@ def test_module_computation_follows_the_next_modules_reads() -> None:
 def test_cpu_step_has_no_prefetched_computation() -> None:
     """The trace without prefetched accesses already determines the position of the computation."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    assert staged_computation(events, layout, UpdateSchedule.of("in_backward", events)) is None
+    schedule = UpdateSchedule.of("in_backward", events)
+    assert staged_computation(events, layout, schedule, expand_events(events, layout, schedule)) is None
 
 
 def test_prefetched_weights_overlap_computation() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,36 +17,39 @@ from support.traffic import STEADY, WARM, kernel_bytes, matches_plan, traffic, w
 from support.train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
 
+@functools.cache
+def steady(recipe: Recipe, paging: Paging) -> dict[str, int | float]:
+    """Return `traffic` on one rank. Several tests use the run with the smallest host cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        return traffic(recipe, paging, folder)
+
+
 @pytest.mark.parametrize(
     ("model_and_host_cache", "update_schedule"),
     alternate([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
 )
-def test_measured_bytes_match_the_plan(
-    model_and_host_cache: tuple[str, str], update_schedule: str, tmp_path: Path
-) -> None:
+def test_measured_bytes_match_the_plan(model_and_host_cache: tuple[str, str], update_schedule: str) -> None:
     """Steady steps match within 1 %; if everything fits the host cache, no bytes move."""
     model, host_cache = model_and_host_cache
-    seen = traffic(
-        Recipe(model=model, steps=WARM), Paging(host_cache=host_cache, update_schedule=update_schedule), str(tmp_path)
-    )
+    seen = steady(Recipe(model=model, steps=WARM), Paging(host_cache=host_cache, update_schedule=update_schedule))
     assert matches_plan(seen["read"], seen["planned_read"]), seen
     assert matches_plan(seen["written"], seen["planned_written"]), seen
     assert (seen["read"] == 0) == (seen["written"] == 0) == (host_cache == "all")
 
 
 @pytest.mark.parametrize(("percent", "update_schedule"), alternate([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
-def test_measured_bytes_match_the_plan_at_every_cache_size(percent: int, update_schedule: str, tmp_path: Path) -> None:
+def test_measured_bytes_match_the_plan_at_every_cache_size(percent: int, update_schedule: str) -> None:
     """Host caches of 10 to 90 % of the state match within 1 %, with reads spared by pending writes counted as reads."""
     paging = Paging(host_cache=f"{percent}%", update_schedule=update_schedule)
-    seen = traffic(Recipe(model="even", steps=2 * WARM), paging, str(tmp_path))
+    seen = steady(Recipe(model="even", steps=2 * WARM), paging)
     assert within_one_percent(seen["read"] + seen["spared"], seen["planned_read"]), seen
     assert within_one_percent(seen["written"], seen["planned_written"]), seen
     assert seen["spared"] <= 0.15 * seen["planned_read"], seen
 
 
 @pytest.mark.parametrize("recipe", [Recipe(model="toy", steps=WARM, micro=2), Recipe(model="repeated", steps=WARM)])
-def test_measured_bytes_match_the_plan_with_accumulation_and_reuse(recipe: Recipe, tmp_path: Path) -> None:
-    seen = traffic(recipe, Paging(host_cache="least", update_schedule="after_backward"), str(tmp_path))
+def test_measured_bytes_match_the_plan_with_accumulation_and_reuse(recipe: Recipe) -> None:
+    seen = steady(recipe, Paging(host_cache="least", update_schedule="after_backward"))
     assert matches_plan(seen["read"], seen["planned_read"]), seen
     assert matches_plan(seen["written"], seen["planned_written"]), seen
     assert seen["planned_read"] > 0
@@ -68,10 +73,10 @@ def test_measured_bytes_match_the_plan_on_two_ranks(update_schedule: str, tmp_pa
         pytest.param("after_backward", 34.05, marks=pytest.mark.wide),
     ],
 )
-def test_bytes_per_parameter_without_caching(update_schedule: str, most: float, tmp_path: Path) -> None:
+def test_bytes_per_parameter_without_caching(update_schedule: str, most: float) -> None:
     """30 with updates in backward, 4 more if bf16 gradients are stored, 2 less if updates run in forward."""
     paging = Paging(host_cache="least", update_schedule=update_schedule)
-    seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
+    seen = steady(Recipe(model="even", steps=WARM), paging)
     assert seen["resident"] <= 2
     assert seen["state"] == 14 * seen["parameters"], "the model must have no padding"
     each = (seen["read"] + seen["written"]) / STEADY / seen["parameters"]
@@ -96,7 +101,7 @@ def test_measured_bytes_match_proc_self_io(engine: str, update_schedule: str, tm
     if not Path("/proc/self/io").exists() or not accounts_writes(tmp_path):
         pytest.skip("the operating system does not count bytes written to this file system")
     paging = Paging(host_cache="least", update_schedule=update_schedule, engine=engine)
-    seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
+    seen = steady(Recipe(model="even", steps=WARM), paging)
     assert within_one_percent(seen["read"], seen["kernel_read"]), seen
     assert within_one_percent(seen["written"], seen["kernel_written"]), seen
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -39,7 +40,7 @@ from infinity.store.folder import (
 from infinity.store.marker import MARKER_NAME, is_run_id, look_for_runs, new_run_id, read_marker, run_ids
 from infinity.untrusted_files import open_own, own_folder, read_own, replacing, write_own
 from support import models
-from support.session import EVERY, RECIPE, STEPS, Session, reference
+from support.session import EVERY, RECIPE, STEPS, Session
 from support.train import MIB, Paging, make_optimizer, settings
 
 OTHER_USER = 65534
@@ -256,21 +257,18 @@ def test_links_inside_a_run_are_removed_and_not_followed(tmp_path: Path) -> None
     assert (victim / "precious").exists()
 
 
-@pytest.mark.parametrize("function", ["scandir", "listdir"])
-def test_concurrently_removed_checkpoints_are_not_listed(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrently_removed_checkpoints_are_not_listed(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """The first rank of a node removes checkpoints while the other ranks look for theirs."""
-    run = make_run(tmp_path)
-    original = getattr(os, function)
+    for function in ("scandir", "listdir"):
+        run, original = make_run(tmp_path), getattr(os, function)
 
-    def late(path: Any) -> Any:
-        if Path(path) == run.checkpoints:
-            shutil.rmtree(run.checkpoints)
-        return original(path)
+        def late(path: Any) -> Any:
+            if Path(path) == run.checkpoints:
+                shutil.rmtree(run.checkpoints)
+            return original(path)
 
-    monkeypatch.setattr(os, function, late)
-    assert published_in(run.checkpoints) == []
+        with subtests.test(function), mock.patch.object(os, function, late):
+            assert published_in(run.checkpoints) == []
 
 
 def test_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,10 +430,8 @@ def test_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch: 
     run = make_run(tmp_path)
     lock = FolderLock.acquire([tmp_path], run.run_id, 0)
 
-    def too_many_open_files(*_: Any) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(folders, "open_regular", too_many_open_files)
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(folders, "open_regular", mock.Mock(side_effect=error))
     assert holder_of(run) is not None
     monkeypatch.undo()
     lock.release()
@@ -460,45 +456,34 @@ def test_missing_path_is_created_in_an_existing_folder(tmp_path: Path) -> None:
         assert session.optimizer.steps == 1
 
 
-@pytest.mark.parametrize("failure", ["host_cache", "resume", "second_path", "update_thread"])
-def test_failed_startup_removes_only_the_paths_it_created(
-    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_startup_removes_only_the_paths_it_created(subtests: pytest.Subtests, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     paths = [str(empty), str(tmp_path / "missing")]
-    sections: dict[str, Any] = {"run": {"resume": "latest" if failure == "resume" else ""}}
-    if failure == "second_path":
-        paths.append("/proc/infinity")  # where no process can create a folder
+    proc = [*paths, "/proc/infinity"]  # where no process can create a folder
+    for failing, where, resume in (
+        ("infinity.run.run.HostCache", paths, ""),
+        ("infinity.run.run.UpdateWorker", paths, ""),
+        ("", paths, "latest"),
+        ("", proc, ""),
+    ):
+        with subtests.test(failing, paths=where, resume=resume), pytest.MonkeyPatch.context() as patch:
+            if failing:
+                patch.setattr(failing, mock.Mock(side_effect=ConfigError("startup failed")))
+            with pytest.raises(InfinityError):
+                Session(tmp_path, "all", storage={"paths": where}, run={"resume": resume})
+            assert empty.is_dir()
+            assert not (tmp_path / "missing").exists()
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise ConfigError("startup failed")
 
-    if failure == "host_cache":
-        monkeypatch.setattr("infinity.run.run.HostCache", fails)
-    elif failure == "update_thread":
-        monkeypatch.setattr("infinity.run.run.UpdateWorker", fails)
-    with pytest.raises(InfinityError):
-        Session(tmp_path, "all", storage={"paths": paths}, **sections)
-    assert empty.is_dir()
-    assert not (tmp_path / "missing").exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("none/below", ".*none' is not a folder"),
-        ("file", "is not a folder"),
-        ("link", "is not a folder"),
-    ],
-)
-def test_path_that_cannot_be_created_is_rejected(path: str, reason: str, tmp_path: Path) -> None:
+def test_path_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     """Parent folders are not created, because a run could fill another drive if the intended one is not mounted."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=rf"storage\.paths: '{tmp_path / path}' {reason}"):
-        Session(tmp_path, "all", storage={"paths": [str(tmp_path / path)]})
-    assert not (tmp_path / "none").exists()
+    for path, place in (("none/below", ".*none'"), ("file", ""), ("link", "")):
+        with pytest.raises(ConfigError, match=rf"storage\.paths: '{tmp_path / path}' {place} ?is not a folder"):
+            Session(tmp_path, "all", storage={"paths": [str(tmp_path / path)]})
+        assert not (tmp_path / "none").exists()
 
 
 # Forked processes #
@@ -663,17 +648,6 @@ def test_lock_belongs_to_the_acquiring_process_only(tmp_path: Path) -> None:
 # Space #
 
 
-def test_reserve_fills_holes(tmp_path: Path) -> None:
-    """A copy of a run may be a sparse file, which has the size but not the space."""
-    file = tmp_path / "rank00000.pages"
-    file.write_bytes(b"x" * 4096)
-    os.truncate(file, MIB)
-    assert file.stat().st_blocks * 512 < MIB
-    reserve(file, MIB)
-    assert file.stat().st_blocks * 512 >= MIB
-    assert file.read_bytes() == b"x" * 4096 + bytes(MIB - 4096)
-
-
 def test_holes_count_as_required_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised before any hole is filled."""
     file = tmp_path / "rank00000.pages"
@@ -688,11 +662,7 @@ def test_holes_count_as_required_space(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_io_error_is_not_reported_as_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing space would not help."""
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(folders.os, "posix_fallocate", fail)
+    monkeypatch.setattr(folders.os, "posix_fallocate", _raise_eio)
     with pytest.raises(StorageError, match="EIO"):
         reserve(tmp_path / "rank00000.pages", MIB)
     assert not list(tmp_path.iterdir())
@@ -897,24 +867,8 @@ def checkpointed_steps(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in complete_checkpoints(published_in(found.in_order[0] / "checkpoints"))]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of an uninterrupted run."""
-    return reference(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "space_reservation.reserve",
-        "initial_state.restore",
-        "run.open_engine",
-        "checkpointing.checkpoint_bytes",
-        "run.Peers",
-    ],
-)
 def test_failed_resume_removes_no_checkpoint(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
+    subtests: pytest.Subtests, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     """Neither the run, with `keep = "never"`, nor checkpoints later than the one to resume from are removed."""
     kept = {"retained_checkpoints": 3}
@@ -922,30 +876,32 @@ def test_failed_resume_removes_no_checkpoint(
         session.run(STEPS)
     before, files = checkpointed_steps(tmp_path), folder_content(tmp_path / "nvme0")
     assert before == [EVERY, 2 * EVERY, STEPS]
-    with monkeypatch.context() as patch:
-        patch.setattr(f"infinity.run.{where}", _raise_eio)
-        with pytest.raises(OSError, match="Input/output error"):
-            Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, "keep": "never", **kept})
-    assert folder_content(tmp_path / "nvme0") == files
-    assert not holders(tmp_path / "nvme0")
+    for where in (
+        "space_reservation.reserve", "initial_state.restore", "run.open_engine", "checkpointing.checkpoint_bytes",
+        "run.Peers",
+    ):  # fmt: skip
+        with subtests.test(where), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"infinity.run.{where}", _raise_eio)
+            with pytest.raises(OSError, match="Input/output error"):
+                Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, "keep": "never", **kept})
+            assert folder_content(tmp_path / "nvme0") == files
+            assert not holders(tmp_path / "nvme0")
     with Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, **kept}) as session:
         assert checkpointed_steps(tmp_path) == [EVERY], "a successful resume must remove later checkpoints"
         assert session.run() == undisturbed[EVERY:]
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes", "run.Peers"],
-)
-def test_failed_startup_of_a_new_run_removes_its_files(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_startup_of_a_new_run_removes_its_files(subtests: pytest.Subtests, tmp_path: Path) -> None:
     (tmp_path / "nvme0").mkdir()
     (tmp_path / "nvme0" / "precious").write_text("not ours")
-    monkeypatch.setattr(f"infinity.run.{where}", _raise_eio)
-    with pytest.raises(OSError, match="Input/output error"):
-        Session(tmp_path, host_cache="all", run={"keep": "always"})
-    assert folder_content(tmp_path / "nvme0") == {"precious": b"not ours"}
+    for where in (
+        "space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes", "run.Peers"
+    ):  # fmt: skip
+        with subtests.test(where), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"infinity.run.{where}", _raise_eio)
+            with pytest.raises(OSError, match="Input/output error"):
+                Session(tmp_path, host_cache="all", run={"keep": "always"})
+            assert folder_content(tmp_path / "nvme0") == {"precious": b"not ours"}
 
 
 def test_file_descriptor_limit_at_startup_is_reported_and_cleaned_up(tmp_path: Path) -> None:

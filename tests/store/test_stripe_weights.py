@@ -13,21 +13,24 @@ from infinity.store import path_bandwidth
 from support.daemon_process import daemon
 
 
-@pytest.mark.parametrize(
-    "value", ["Infinity", "NaN", "-1", "0", "1e300", "1e-300", "1" + "0" * 400, '"x"', "null", "[]"]
-)
-def test_invalid_stored_bandwidths_are_measured_again(
-    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    runtime = tmp_path / "runtime"
-    runtime.mkdir(mode=0o700)
-    file = runtime / path_bandwidth.CACHE_NAME
-    file.write_text(f'{{"{"|".join(paths)}": [1.0, {value}]}}')
-    file.chmod(0o600)
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two paths, whose measured bandwidths are 3 and 4."""
     monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
-    assert path_bandwidth.path_stripe_weights(paths, "threads", runtime) == [3.0, 4.0]
-    assert json.loads(file.read_text())["|".join(paths)] == [3.0, 4.0]
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_invalid_stored_bandwidths_are_measured_again(
+    subtests: pytest.Subtests, paths: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "runtime" / path_bandwidth.CACHE_NAME
+    file.parent.mkdir(mode=0o700)
+    for value in ("Infinity", "NaN", "-1", "0", "1e300", "1e-300", "1" + "0" * 400, '"x"', "null", "[]"):
+        file.write_text(f'{{"{"|".join(paths)}": [1.0, {value}]}}')
+        file.chmod(0o600)
+        with subtests.test(value[:9]):
+            assert path_bandwidth.path_stripe_weights(paths, "threads", file.parent) == [3.0, 4.0]
+            assert json.loads(file.read_text())["|".join(paths)] == [3.0, 4.0]
 
 
 def answer_every_request(answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
@@ -47,57 +50,46 @@ def path_profile(device: str, read: float | None, write: float | None, mixed: fl
     return {"device": device, "read": read, "write": write, "mixed": mixed, "measured": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("alone", "together", "stripe_weights"),
-    [
-        ((("a", 9e9, 9e9, 2e9), ("b", 1.0, 1.0, 1e9)), None, [2e9, 1e9]),
-        ((("a", 3e9, 1e9, None), ("b", 2e9, 2e9, None)), None, [1.5e9, 2e9]),
-        ((("a", 1.0, 1.0, 4e9), ("a", 1.0, 1.0, 4e9), ("b", 1.0, 1.0, 3e9)), None, [2e9, 2e9, 3e9]),
-        ((("a", 1.0, 1.0, 9e9), ("b", 1.0, 1.0, 1e9)), (("a", 1.0, 1.0, 3e9), ("b", 1.0, 1.0, 2e9)), [3e9, 2e9]),
-    ],
-)
 def test_daemon_profile_determines_stripe_weights(
-    alone: Any, together: Any, stripe_weights: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A joint measurement has precedence, paths on one drive share its bandwidth, and the run measures nothing."""
-    paths = [str(tmp_path / f"{number}") for number in range(len(alone))]
+    for alone, together, stripe_weights in [
+        ((("a", 9e9, 9e9, 2e9), ("b", 1.0, 1.0, 1e9)), (), [2e9, 1e9]),
+        ((("a", 3e9, 1e9, None), ("b", 2e9, 2e9, None)), (), [1.5e9, 2e9]),
+        ((("a", 1.0, 1.0, 4e9), ("a", 1.0, 1.0, 4e9), ("b", 1.0, 1.0, 3e9)), (), [2e9, 2e9, 3e9]),
+        ((("a", 1.0, 1.0, 9e9), ("b", 1.0, 1.0, 1e9)), (("a", 1.0, 1.0, 3e9), ("b", 1.0, 1.0, 2e9)), [3e9, 2e9]),
+    ]:
+        paths = [str(tmp_path / f"{number}") for number in range(len(alone))]
+        profiles = [
+            dict(zip(paths, (path_profile(*one) for one in found), strict=False)) for found in (alone, together)
+        ]
+        requests = answer_every_request({"bandwidth": profiles[0], "together": profiles[1] or None}, monkeypatch)
+        with subtests.test(alone=alone):
+            found = path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime")
+            assert found == pytest.approx(stripe_weights)
+            assert requests == [("bandwidth", {"paths": paths})]
 
-    def by_path(found: Any) -> Any:
-        return found and {path: path_profile(*one) for path, one in zip(paths, found, strict=True)}
 
-    requests = answer_every_request({"bandwidth": by_path(alone), "together": by_path(together)}, monkeypatch)
-    assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == pytest.approx(stripe_weights)
-    assert requests == [("bandwidth", {"paths": paths})]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [None, {}, {"bandwidth": None, "together": None}, {"bandwidth": {}, "together": None}, {"bandwidth": 3},
-     {"bandwidth": "b", "together": []}],
-)  # fmt: skip
 def test_unusable_daemon_answer_falls_back_to_measurement(
-    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run measures the paths itself and reports the result to the daemon."""
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    requests = answer_every_request(answer, monkeypatch)
-    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
-    assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == [3.0, 4.0]
+    answers: list[Any] = [
+        None, {}, {"bandwidth": None, "together": None}, {"bandwidth": {}, "together": None}, {"bandwidth": 3},
+        {"bandwidth": "b", "together": []},
+    ]  # fmt: skip
+    for known in ("read", "mixed"):
+        for value in (None, 0, -1.0, "x", [], float("nan"), 10**400):
+            profile = {"device": "d", "read": None, "write": 1.0, "mixed": None, known: value}
+            answers.append({"bandwidth": dict.fromkeys(paths, profile), "together": None})
     rates = {paths[0]: {"mixed": 3.0}, paths[1]: {"mixed": 4.0}}
-    assert requests[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
-
-
-@pytest.mark.parametrize("known", ["read", "mixed"])
-def test_profile_without_valid_bandwidth_is_ignored(
-    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
-    for value in (None, 0, -1.0, "x", [], float("nan"), 10**400):
-        values = {"read": None, "write": 1.0, "mixed": None, known: value}
-        found = {path: {"device": "d", **values} for path in paths}
-        answer_every_request({"bandwidth": found, "together": None}, monkeypatch)
-        assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / f"{value!r:.5}") == [3.0, 4.0]
+    for number, answer in enumerate(answers):
+        requests = answer_every_request(answer, monkeypatch)
+        with subtests.test(answer=str(answer)[:200]):
+            runtime = tmp_path / f"runtime{number}"
+            assert path_bandwidth.path_stripe_weights(paths, "threads", runtime) == [3.0, 4.0]
+            assert requests[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
 
 
 def test_daemon_shares_the_measurement_of_a_run(tmp_path: Path) -> None:

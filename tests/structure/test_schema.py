@@ -30,9 +30,8 @@ def test_records_become_dataclasses() -> None:
     assert DRIVES({"a": {"name": "x", "slots": [1, 2]}}) == {"a": Drive("x", (1, 2))}
 
 
-@pytest.mark.parametrize(
-    ("rule", "value", "message"),
-    [
+def test_errors_report_place_value_and_problem(subtests: pytest.Subtests) -> None:
+    for rule, value, message in [
         (DRIVES, {"a": {"name": "x", "slots": [1, 0]}}, "a.slots.1 = 0 is below the minimum of 1"),
         (DRIVES, {"a": {"name": "x", "slots": [10]}}, "a.slots.0 = 10 is above the maximum of 9"),
         (DRIVES, {"a": {"name": "x", "slots": [True]}}, "a.slots.0 = True must be an integer"),
@@ -48,12 +47,11 @@ def test_records_become_dataclasses() -> None:
         (schema.printable(1, 4), "a\nb", r"'a\nb' must be printable text of 1 to 4 characters"),
         (schema.distinct(sequence(text())), ["a", "a"], "['a', 'a'] contains a duplicate item"),
         (row(integer(0), text()), [1], "[1] must be a list of 2 items"),
-    ],
-)  # fmt: skip
-def test_errors_report_place_value_and_problem(rule: schema.Rule, value: Any, message: str) -> None:
-    with pytest.raises(Mismatch) as caught:
-        rule(value)
-    assert message in str(caught.value)
+    ]:
+        with subtests.test(message):
+            with pytest.raises(Mismatch) as caught:
+                rule(value)
+            assert message in str(caught.value)
 
 
 def test_an_unknown_key_error_suggests_the_nearest_key() -> None:

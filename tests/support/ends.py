@@ -152,8 +152,8 @@ def ending(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callab
     module = importlib.import_module("infinity.run.run")
     original_open = module.open_engine
 
-    def open_engine(config: StorageConfig, why: str) -> tuple[Any, str]:
-        inner, reason = original_open(config, why)
+    def open_engine(config: StorageConfig) -> tuple[Any, str]:
+        inner, reason = original_open(config)
         engines.append(VolatileEngine(inner))
         return engines[-1], reason
 

@@ -29,10 +29,10 @@ def row_of(name: str) -> ModelRow:
     return next(row for row in (*ROWS, LLAVA) if row.name == name)
 
 
-def load(row: ModelRow, folder: Path) -> nn.Module:
+def load(row: ModelRow, folder: Path, **options: Any) -> nn.Module:
     """Load a model with transformers; all keys must match."""
     cls = getattr(importlib.import_module("transformers"), row.model)
-    model, info = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    model, info = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True, **options)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +88,18 @@ class Loop:
         optimizer.step()
         optimizer.zero_grad()
 
+    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> None:
+        """Train `count` steps."""
+        for step in range(count):
+            self.step(model, optimizer, step)
+
+    def backwards(self, *args: Any, **options: Any) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
+        """Begin, and train `STEPS` steps. Yield (step, model, optimizer) between each backward and `step()`."""
+        model, optimizer = self.begin(*args, **options)
+        for step in steps(optimizer):
+            self.loss(model, step).backward()
+            yield step, model, optimizer
+
     def record_final_state(self) -> None:
         """Record parameters, buffers and optimizer states after training."""
         for number, (model, optimizer) in enumerate(self.trained):
@@ -101,6 +113,14 @@ class Loop:
                     self.final_state[f"{number} {name} {kind}"] = value.reshape(-1).clone()
             for name, buffer in model.named_buffers():
                 self.final_state[f"{number} {name}"] = buffer.clone()
+
+
+def steps(optimizer: torch.optim.Optimizer, count: int = STEPS) -> Iterator[int]:
+    """Yield the index of each step. After the body of the loop, call `step()` and `zero_grad()`."""
+    for step in range(count):
+        yield step
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import infinity
@@ -23,16 +24,15 @@ def modules(folder: Path, package: str) -> dict[str, Path]:
     return found
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yield the dotted names of all imports in a file, except imports under `TYPE_CHECKING`."""
-    tree = ast.parse(file.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+@cache
+def imported(file: Path) -> tuple[str, ...]:
+    """Return the dotted names of all imports in a file, except imports under `TYPE_CHECKING`."""
+    return tuple(_imports(ast.parse(file.read_text()), file))
+
+
+def _imports(tree: ast.Module, file: Path) -> Iterator[str]:
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    typing_only = {id(inner) for test in tests for statement in test.body for inner in ast.walk(statement)}
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue

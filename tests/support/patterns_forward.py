@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support import models
-from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
+from support.loop_pattern import LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern, steps
 from support.train import OPTIMIZERS, batch, evaluate
 
 BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
@@ -28,8 +28,7 @@ def evaluation(loop: Loop) -> None:
 def sanity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.record("evaluation", evaluate(model))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("evaluation under inference_mode", slow=True)
@@ -61,12 +60,10 @@ def with_gradients_every_second_step(loop: Loop) -> None:
 @pattern("another forward with gradients enabled between forward and backward")
 def between_forward_and_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         loop.loss(model, 90 + step)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("evaluation after every step with reshard_after_forward=False", slow=True)
@@ -80,22 +77,10 @@ def evaluation_not_resharded(loop: Loop) -> None:
         loop.record("evaluation", evaluate(model))
 
 
-@pattern("evaluation between backward and step()", update_schedules=LATE)
+@pattern("evaluation between backward and step()", in_backward_error=BETWEEN)
 def evaluation_before_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("evaluation", evaluate(model))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-pattern(
-    "evaluation between backward and step(); update.schedule = in_backward",
-    UNSUPPORTED,
-    BETWEEN,
-    update_schedules=EARLY,
-)(evaluation_before_step)
 
 
 @pattern(
@@ -106,99 +91,59 @@ pattern(
     update_schedules=("auto",),
 )
 def evaluation_before_one_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         if step == 3:
             loop.record("evaluation", evaluate(model))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("evaluation between clipping and step()", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_evaluate_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         loop.record("evaluation", evaluate(model))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a forward with gradients enabled between clipping and step()", in_backward_error=UPDATE_SCHEDULE)
 def clip_forward_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         loop.loss(model, 90 + step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a forward with gradients enabled between the optimizer's clip_grad_norm_ and step()", update_schedules=LATE)
 def clip_paged_forward_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, optimizer in loop.backwards():
         if loop.paging is None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         else:
             norm = optimizer.clip_grad_norm_(0.5)
         loop.record("norm", norm)
         loop.loss(model, 90 + step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-@pattern("a forward with gradients enabled between backward and step()", update_schedules=LATE)
+@pattern("a forward with gradients enabled between backward and step()", in_backward_error=BETWEEN)
 def forward_before_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         loop.loss(model, 90 + step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-pattern(
-    "a forward with gradients enabled between backward and step(); update.schedule = in_backward",
-    UNSUPPORTED,
-    BETWEEN,
-    update_schedules=EARLY,
-)(forward_before_step)
-
-
-@pattern("forward of the next batch before step()", update_schedules=LATE)
+@pattern("forward of the next batch before step()", in_backward_error=BETWEEN)
 def forward_ahead(loop: Loop) -> None:
     # The loss is computed with the old weights, and its backward runs after the update.
     model, optimizer = loop.begin()
     loss = loop.loss(model, 0)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss.backward()
         loss = loop.loss(model, step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-pattern(
-    "forward of the next batch before step(); update.schedule = in_backward",
-    UNSUPPORTED,
-    BETWEEN,
-    update_schedules=EARLY,
-)(forward_ahead)
 
 
 @pattern("evaluation during gradient accumulation", in_backward_error="second gradient|" + BETWEEN, slow=True)
 def in_accumulation(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
             loop.record("evaluation", evaluate(model))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("generate() during training", slow=True)
@@ -244,16 +189,12 @@ class Dropout(models.Toy):
 
 @pattern("dropout under checkpoint(use_reentrant=True)")
 def dropout_reentrant(loop: Loop) -> None:
-    model, optimizer = loop.begin(Dropout("reentrant"))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(Dropout("reentrant")))
 
 
 @pattern("dropout under checkpoint(use_reentrant=False)", slow=True)
 def dropout_not_reentrant(loop: Loop) -> None:
-    model, optimizer = loop.begin(Dropout("not reentrant"))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(Dropout("not reentrant")))
 
 
 @pattern("activation checkpointing in every second step", slow=True)
@@ -278,12 +219,10 @@ def stochastic_depth(loop: Loop) -> None:
 def stochastic_depth_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = random.Random(0)
-    for step in range(STEPS + 2):
+    for step in steps(optimizer, STEPS + 2):
         model.order = tuple(index for index in range(3) if generator.random() < 0.6)
         loop.loss(model, step).backward()
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("blocks in a different order in every step, some of them used twice")
@@ -304,9 +243,7 @@ def progressive_stacking(loop: Loop) -> None:
 
 @pattern("tied weights", slow=True)
 def tied(loop: Loop) -> None:
-    model, optimizer = loop.begin("tied")
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin("tied"))
 
 
 class Experts(models.Toy):
@@ -325,7 +262,7 @@ class Experts(models.Toy):
 @pattern("experts that receive tokens in some steps only", ranks=(1,))
 def experts(loop: Loop) -> None:
     model, optimizer = loop.begin(Experts())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         tokens = batch(model, step)
         if step in (1, 3):
             tokens = tokens // 4 * 4 + step % 3
@@ -333,8 +270,6 @@ def experts(loop: Loop) -> None:
         loss = model(tokens)
         loop.record("loss", loss)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class TwoHeads(models.Toy):
@@ -366,12 +301,10 @@ def alternate(loop: Loop) -> None:
 @pattern("two heads, with one backward for each loss", slow=True)
 def backward_each(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for head in (0, 1):
             model.active = head
             loop.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("activations detached in some steps")
@@ -409,41 +342,33 @@ class Frozen(models.Toy):
 
 @pattern("first layers under no_grad in forward, with their parameters in the optimizer", slow=True)
 def no_grad_inside(loop: Loop) -> None:
-    model, optimizer = loop.begin(Frozen())
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(Frozen()))
 
 
 @pattern("a loss multiplied by zero", slow=True)
 def zero_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         (loop.loss(model, step) * (0.0 if step == 2 else 1.0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("an empty batch: a loss without gradient, and no backward")
 def empty_batch(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = torch.zeros(()) if step in (0, 3) else loop.loss(model, step)
         if loss.requires_grad:
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a batch of zero sequences")
 def no_sequences(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         tokens = batch(model, step, 0 if step == 2 else 2)
         loss = model(tokens).float().square().sum()
         loop.record("loss", loss)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Generative(models.Toy):
@@ -472,11 +397,9 @@ def uneven_ranks(loop: Loop) -> None:
     import torch.distributed as dist
 
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         sequences = 1 + (dist.get_rank() + step) % 2
         (loop.loss(model, step, sequences) * sequences).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a rank without data in some steps uses a loss of zero", ranks=(2,), slow=True)
@@ -484,11 +407,9 @@ def idle_rank(loop: Loop) -> None:
     import torch.distributed as dist
 
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         factor = 0.0 if dist.get_rank() == step % 2 else 1.0
         (loop.loss(model, step) * factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("output multiplied by zero on one rank, so that its gradients are zero", ranks=(2,), slow=True)
@@ -496,34 +417,28 @@ def unused_on_one_rank(loop: Loop) -> None:
     import torch.distributed as dist
 
     model, optimizer = loop.begin(Generative())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         y = model(batch(model, step)).float().square().mean()
         loss = y * 0 if dist.get_rank() else y
         loop.record("loss", loss)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("float64 loss", slow=True)
 def double_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step).double()
         (loss**2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("autocast around forward", slow=True)
 def autocast(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
-    for step in range(STEPS):
+    for step in steps(optimizer):
         with torch.autocast("cpu", torch.bfloat16):
             loss = loop.loss(model, step)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("forward hooks that read and modify activations", slow=True)
@@ -532,8 +447,7 @@ def forward_hooks(loop: Loop) -> None:
     model.blocks[1].register_forward_hook(lambda module, args, out: loop.record("activation", out.float().norm()))
     model.blocks[2].register_forward_hook(lambda module, args, out: out * 0.5)
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("forward hooks that read the weights of their layer")
@@ -542,8 +456,7 @@ def hooks_read_weights(loop: Loop) -> None:
     model.blocks[1].register_forward_hook(
         lambda module, args, out: loop.record("weight", module.up.weight.float().norm())
     )
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("full backward hooks that read and modify gradients of activations")
@@ -551,21 +464,18 @@ def backward_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.blocks[1].register_full_backward_hook(lambda module, ins, outs: loop.record("slope", outs[0].float().norm()))
     model.blocks[2].register_full_backward_hook(lambda module, ins, outs: (ins[0] * 0.5,))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("tensor hooks on activations", slow=True)
 def activation_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         y = model(batch(model, step))
         y.register_hook(lambda grad: grad * 0.5)
         y.retain_grad()
         y.float().square().mean().backward()
         loop.record("slope", y.grad)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("torch.compile of every layer before offload", slow=True, ranks=(1,))
@@ -575,8 +485,7 @@ def compile_layers(loop: Loop) -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager")
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
-    for step in range(3):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer, 3)
 
 
 @pattern("torch.compile of the model after offload", slow=True, ranks=(1,))
@@ -584,12 +493,10 @@ def compile_model(loop: Loop) -> None:
     torch._dynamo.reset()
     model, optimizer = loop.begin()
     compiled = torch.compile(model, backend="aot_eager")
-    for step in range(3):
+    for step in steps(optimizer, 3):
         loss = compiled(batch(model, step))
         loop.record("loss", loss)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("layers wrapped by checkpoint_wrapper", slow=True)
@@ -599,9 +506,7 @@ def wrapped(loop: Loop) -> None:
     torch.manual_seed(0)
     model = models.Toy()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, models.Block))
-    model, optimizer = loop.begin(model)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(model))
 
 
 class Adapted(models.Toy):
@@ -643,32 +548,24 @@ def adapted() -> nn.Module:
 
 @pattern("adapters on a frozen base")
 def adapters(loop: Loop) -> None:
-    model, optimizer = loop.begin(adapted())
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(adapted()))
 
 
 @pattern("adapters on a frozen base, with clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def adapters_clipped(loop: Loop) -> None:
-    model, optimizer = loop.begin(adapted())
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards(adapted()):
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("preference loss: the model with adapters compared with the same model without them", slow=True)
 def preference(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         model.adapted = False
         with torch.no_grad():
             target = loop.loss(model, step)
         model.adapted = True
         nn.functional.softplus(loop.loss(model, step) - target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("random state saved before a forward and restored after it", slow=True)
@@ -706,19 +603,15 @@ def reshard_switched(loop: Loop) -> None:
 )
 def reshard_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(2):
             model.set_reshard_after_backward(part == 1)
             loop.loss(model, 10 * step + part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("reshard_after_forward=False")
 def not_resharded(loop: Loop) -> None:
-    model, optimizer = loop.begin(reshard=False)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(reshard=False))
 
 
 @pattern("explicit unshard() and reshard() to read full weights")
@@ -738,36 +631,31 @@ def prefetch(loop: Loop) -> None:
     for first, second in zip(model.blocks, list(model.blocks)[1:], strict=False):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("set_gradient_divide_factor", slow=True, ranks=(1,))
 def divide_factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.set_gradient_divide_factor(3.0)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("set_force_sum_reduction_for_comms", slow=True)
 def sum_reduction(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.set_force_sum_reduction_for_comms(True)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("torch.func.functional_call", slow=True)
 def functional(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
     bias = torch.randn(131, generator=torch.Generator().manual_seed(0))
-    for step in range(STEPS):
+    for step in steps(optimizer):
         y = torch.func.functional_call(model, {}, (batch(model, step),))
         (y.float() + bias).square().mean().backward()
         loop.record("y", y)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a layer called outside of the model", slow=True)
@@ -816,9 +704,7 @@ def parametrized(loop: Loop) -> None:
     model = models.Toy()
     nn.utils.parametrizations.weight_norm(model.blocks[0].up)
     nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
-    model, optimizer = loop.begin(model, policy="fp32")
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin(model, policy="fp32"))
 
 
 @pattern("requires_grad disabled between backward and step()", slow=True)

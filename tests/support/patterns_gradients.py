@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from support import models
-from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern, steps
 from support.train import OPTIMIZERS, batch
 
 USED = r"step\(\).*zero_grad\(\)"
@@ -19,9 +19,7 @@ USED = r"step\(\).*zero_grad\(\)"
 
 @pattern("zero_grad after step")
 def after_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(*loop.begin())
 
 
 @pattern("zero_grad before forward")
@@ -97,13 +95,9 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
     update_schedules=("in_forward", "after_backward"),
 )
 def discarded_with_zeros(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, _, optimizer in loop.backwards():
         if step == 3:
             optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 pattern(
@@ -171,43 +165,27 @@ def grad_is_none(loop: Loop) -> None:
 
 @pattern("clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE)
 def clip(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch, with frozen parameters", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_frozen(loop: Loop) -> None:
-    model, optimizer = loop.begin("frozen")
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards("frozen"):
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch, with bf16 parameters", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_bf16(loop: Loop) -> None:
-    model, optimizer = loop.begin(policy="pure_bf16")
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards(policy="pure_bf16"):
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch for the parameters that have a gradient", in_backward_error=UPDATE_SCHEDULE)
 def clip_filtered(loop: Loop) -> None:
-    model, optimizer = loop.begin("spare")
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards("spare"):
         with_grad = [param for param in model.parameters() if param.requires_grad and param.grad is not None]
         loop.record("norm", nn.utils.clip_grad_norm_(with_grad, 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch for each param group", in_backward_error=UPDATE_SCHEDULE)
@@ -217,64 +195,42 @@ def clip_groups(loop: Loop) -> None:
     vectors = [param for param in model.parameters() if param.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         for group in optimizer.param_groups:
             loop.record("norm", nn.utils.clip_grad_norm_(group["params"], 0.3))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch for each layer", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_layers(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for block in model.blocks:
             loop.record("norm", nn.utils.clip_grad_norm_(block.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch for each parameter", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_each(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             loop.record("norm", nn.utils.clip_grad_norm_(param, 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch twice per step", in_backward_error=UPDATE_SCHEDULE)
 def clip_twice(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for most in (0.5, 0.2):
             loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), most))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch with foreach=False", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_one_by_one(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def clipped_with(loop: Loop, order: float) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_norm_ of torch with norm_type=inf", in_backward_error=UPDATE_SCHEDULE)
@@ -294,26 +250,18 @@ def clip_three(loop: Loop) -> None:
 
 @pattern("optimizer.clip_grad_norm_ with norm_type=inf", update_schedules=LATE)
 def clip_paged_infinity(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, optimizer in loop.backwards():
         if loop.paging is None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
         else:
             norm = optimizer.clip_grad_norm_(0.1, norm_type=float("inf"))
         loop.record("norm", norm)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradient norm logged with clip_grad_norm_ and max_norm=inf", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_at_infinity(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -322,20 +270,13 @@ def clip_at_infinity(loop: Loop) -> None:
     update_schedules=("in_forward", "after_backward"),
 )
 def clip_late(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         if step >= 3:
             loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 pattern(
-    "clipping starts during training; update.schedule = auto",
-    UNSUPPORTED,
-    UPDATE_SCHEDULE,
-    update_schedules=("auto",),
+    "clipping starts during training; update.schedule = auto", UNSUPPORTED, UPDATE_SCHEDULE, update_schedules=("auto",)
 )(clip_late)
 
 
@@ -361,44 +302,30 @@ def clip_not_finite(loop: Loop) -> None:
 @pattern("clip_grad_norm_ with a non-finite norm, followed by step()", in_backward_error=UPDATE_SCHEDULE)
 def clip_nan_and_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         (loss * float("inf") if step == 2 else loss).backward()
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("get_total_norm and clip_grads_with_norm_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_in_two_calls(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         loop.record("norm", norm)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_value_", in_backward_error=UPDATE_SCHEDULE)
 def clip_value(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("clip_grad_value_ with foreach=False", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_value_one_by_one(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         nn.utils.clip_grad_value_(model.parameters(), 1e-3, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("step skipped if the gradient norm is too large", in_backward_error=UPDATE_SCHEDULE)
@@ -416,38 +343,26 @@ def skip_large_norms(loop: Loop) -> None:
 
 @pattern("p.grad.norm() logged for every parameter", in_backward_error=UPDATE_SCHEDULE)
 def log_norms(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for name, param in model.named_parameters():
             loop.record(name, param.grad.norm())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("p.grad.norm() logged in every second step", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def log_norms_every_second_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         if step % 2 == 0:
             loop.record("norm", sum(param.grad.norm() ** 2 for param in model.parameters()) ** 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("maximum, mean and NaN of p.grad logged", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def log_extremes(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for name, param in model.named_parameters():
             loop.record(name, param.grad.abs().max())
             loop.record(name, param.grad.mean())
             loop.record(name, param.grad.isnan().any())
             loop.record(name, (param.grad == 0).sum())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("p.grad read after step()", UNSUPPORTED, "read it before", note="read it before `step()`")
@@ -463,27 +378,19 @@ def log_after_step(loop: Loop) -> None:
 
 @pattern("clipped gradients read after clip_grad_norm_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def read_clipped(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         loop.record("gradient", model.head.weight.grad)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("shape, dtype, device, full_tensor() and to_local() of p.grad", in_backward_error=UPDATE_SCHEDULE)
 def full_and_local(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         grad = model.head.weight.grad
         loop.record("form", (tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim))
         loop.record("full", grad.full_tensor())
         loop.record("local", grad.to_local())
         loop.record("copy", grad.detach().cpu().clone().full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -492,14 +399,12 @@ def full_and_local(loop: Loop) -> None:
 def keep_clones(loop: Loop) -> None:
     model, optimizer = loop.begin()
     before: list[torch.Tensor] = []
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         now = [param.grad.detach().clone() for param in model.parameters()]
         for a, b in zip(before, now, strict=False):
             loop.record("alike", (a * b).sum())
         before = now
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a reference to p.grad kept after step() and zero_grad()", UNSUPPORTED, "clone", note="clone the gradient")
@@ -507,96 +412,70 @@ def keep_references(loop: Loop) -> None:
     # In memory, zero_grad() only removes the reference, so that the tensor keeps its values.
     model, optimizer = loop.begin()
     kept: list[Any] = []
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         for grad in kept:
             loop.record("before", grad)
         kept = [model.blocks[0].up.weight.grad, model.head.bias.grad]
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("noise added to gradients", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def noise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = torch.Generator().manual_seed(3)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         for param in model.parameters():
             scales = torch.randn((), generator=generator)
             param.grad.add_(param.grad * scales, alpha=0.1)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("torch.randn_like(p.grad) added to gradients", in_backward_error=UPDATE_SCHEDULE, ranks=(1,))
 def noise_like(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         torch.manual_seed(step)
         loop.loss(model, step).backward()
         for param in model.parameters():
             param.grad.add_(torch.randn_like(param.grad) * 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients divided by the number of tokens", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def divide(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             if param.grad is not None:
                 param.grad.div_(48)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("p.grad = p.grad * factor", in_backward_error=UPDATE_SCHEDULE)
 def assign(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             param.grad = param.grad * 3
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("p.grad.data modified: mul_, clamp_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def data(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             param.grad.data.mul_(0.5)
             param.grad.data.clamp_(-1e-2, 1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients of a layer set to zero or None before step()", in_backward_error=UPDATE_SCHEDULE)
 def zero_or_none(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         for param in model.blocks[step % 3].parameters():
             param.grad.zero_()
         for param in model.blocks[(step + 1) % 3].parameters():
             param.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("torch._foreach_mul_ of all gradients", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def foreach(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         torch._foreach_mul_([param.grad for param in model.parameters()], 0.25)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -605,35 +484,27 @@ def foreach(loop: Loop) -> None:
     slow=True,
 )
 def centralize(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             if param.ndim > 1:
                 param.grad.sub_(param.grad.mean(dim=1, keepdim=True))
             else:
                 param.grad.copy_(param.grad.sign())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("in-place writes to rows and elements of p.grad", in_backward_error=UPDATE_SCHEDULE)
 def views(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         model.head.weight.grad.to_local()[1:3].zero_()
         model.head.bias.grad.to_local().view(-1)[:5].fill_(0.25)
         model.embedding.weight.grad._local_tensor.mul_(2)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients of two tasks computed separately and combined", in_backward_error=UPDATE_SCHEDULE)
 def combine_tasks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         found = []
         for task in range(2):
             loop.loss(model, 10 * step + task).backward()
@@ -642,15 +513,13 @@ def combine_tasks(loop: Loop) -> None:
         for param, a, b in zip(params, *found, strict=True):
             dot = (a * b).sum().full_tensor()
             param.grad = a + b if dot > 0 else a - b
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def summed_in_loop(loop: Loop, *, clone: bool) -> None:
     """Train with gradients that the loop sums and assigns to `p.grad`."""
     model, optimizer = loop.begin()
     params = list(model.parameters())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         sums: list[torch.Tensor] | None = None
         for part in range(3):
             loop.loss(model, 10 * step + part).backward()
@@ -660,8 +529,6 @@ def summed_in_loop(loop: Loop, *, clone: bool) -> None:
                 param.grad = None
         for param, total in zip(params, sums or (), strict=True):
             param.grad = total / 3
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -727,7 +594,7 @@ def sgd_copied(loop: Loop) -> None:
 def sharpness(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         norm = nn.utils.get_total_norm([param.grad for param in params])
         loop.record("norm", norm)
@@ -740,8 +607,6 @@ def sharpness(loop: Loop) -> None:
         with torch.no_grad():
             for param, old in zip(params, before, strict=True):
                 param.copy_(old)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("GradScaler on the CPU", in_backward_error=UPDATE_SCHEDULE, slow=True)
@@ -788,56 +653,46 @@ def scaler_and_clip(loop: Loop) -> None:
 @pattern("gradient accumulation", in_backward_error="second gradient|" + UPDATE_SCHEDULE)
 def accumulate(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradient accumulation, with clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE)
 def accumulate_and_clip(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
         loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients read during accumulation", in_backward_error=UPDATE_SCHEDULE)
 def accumulate_and_read(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
             loop.record("norm", model.blocks[1].up.weight.grad.norm())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients scaled during accumulation", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def accumulate_and_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             loop.loss(model, 10 * step + part).backward()
             for param in model.parameters():
                 param.grad.mul_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("set_requires_gradient_sync(False) for all micro-batches except the last")
 def without_sync(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(3):
             model.set_requires_gradient_sync(part == 2)
             (loop.loss(model, 10 * step + part) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -847,12 +702,10 @@ def without_sync(loop: Loop) -> None:
 )
 def last_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         for part in range(2):
             model.set_is_last_backward(part == 1)
             (loop.loss(model, 10 * step + part) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -890,30 +743,24 @@ pattern(
 )
 def retain(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         loss.backward(retain_graph=True)
         (loss * 0.5).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("two forward passes and one backward of the sum of their losses")
 def two_forwards(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         (loop.loss(model, step) + loop.loss(model, 50 + step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("torch.autograd.backward with two losses", slow=True)
 def backward_of_two(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         torch.autograd.backward([loop.loss(model, step), loop.loss(model, 50 + step) * 0.5])
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Penalized(models.Toy):
@@ -930,26 +777,22 @@ class Penalized(models.Toy):
 @pattern("adversarial embeddings: torch.autograd.grad, then a second forward and backward")
 def adversarial(loop: Loop) -> None:
     model, optimizer = loop.begin(Penalized())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         (slope,) = torch.autograd.grad(loss, model.embedded)
         loop.record("slope", slope)
         moved = model(batch(model, step), slope.sign() * 1e-2)
         loop.record("moved", moved)
         moved.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients of a first backward discarded with zero_grad()", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def first_backward_discarded(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, 70 + step).backward()
         optimizer.zero_grad()
         loop.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -993,8 +836,7 @@ def hooks_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("post-accumulate-grad hooks registered before offload()", slow=True)
@@ -1003,8 +845,7 @@ def hooks_before(loop: Loop) -> None:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("post-accumulate-grad hooks that replace the gradient or set it to None")
@@ -1019,8 +860,7 @@ def hooks_replace(loop: Loop) -> None:
 
     model.head.bias.register_post_accumulate_grad_hook(drop)
     model.head.weight.register_post_accumulate_grad_hook(double)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("p.register_hook on parameters")
@@ -1050,44 +890,34 @@ def zeroed_in_place(loop: Loop) -> None:
     "weight decay added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", in_backward_error=UPDATE_SCHEDULE
 )
 def weight_decay(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         with torch.no_grad():
             if step % 2:
                 torch._foreach_add_([p.grad for p in model.parameters()], list(model.parameters()), alpha=0.01)
             else:
                 for param in model.parameters():
                     param.grad.add_(param, alpha=0.01)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients scaled by the ratio of weight norm and gradient norm", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def trust_ratio(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         with torch.no_grad():
             for param in model.parameters():
                 ratio = param.norm() / param.grad.norm().clamp(min=1e-6)
                 param.grad.mul_(ratio.clamp(max=2.0))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("moving average of gradients added to gradients", in_backward_error=UPDATE_SCHEDULE)
 def amplified(loop: Loop) -> None:
     model, optimizer = loop.begin()
     means: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         for name, param in model.named_parameters():
             old = means.get(name, torch.zeros_like(param.grad))
             means[name] = old * 0.9 + param.grad.detach() * 0.1
             param.grad.data = param.grad.data + means[name] * 2.0
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("moving average of gradients with torch._foreach_lerp_", in_backward_error=UPDATE_SCHEDULE, slow=True)
@@ -1095,74 +925,56 @@ def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
     means = [torch.zeros_like(param) for param in params]
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         torch._foreach_lerp_(means, [param.grad for param in params], 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
     for mean in means:
         loop.record("mean", mean)
 
 
 @pattern("all gradients concatenated into one vector: torch.cat of full_tensor()", in_backward_error=UPDATE_SCHEDULE)
 def one_vector(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         vector = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
         loop.record("vector", vector)
         loop.record("median", vector.abs().median())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("the gradient of one parameter assigned to another", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def exchanged(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
         first.grad, second.grad = second.grad, first.grad
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("torch.mul(p.grad, factor, out=p.grad)", in_backward_error=UPDATE_SCHEDULE)
 def out(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         for param in model.parameters():
             grad = param.grad.to_local()
             torch.mul(grad, 0.5, out=grad)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("gradients multiplied by a tensor that is modified later", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scale = torch.tensor(0.5)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         for param in model.parameters():
             param.grad.mul_(scale)
         scale.mul_(3.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("loss.backward(inputs=...) with an activation in some steps", ranks=(1,), slow=True)
 def some_inputs(loop: Loop) -> None:
     model, optimizer = loop.begin(Penalized())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         if step % 2:
             loss.backward(inputs=[model.embedded])
         else:
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Tempered(models.Toy):
@@ -1196,14 +1008,10 @@ def one_element(loop: Loop) -> None:
 
 @pattern("local gradients and weights read on one rank only", update_schedules=LATE, ranks=(2,), slow=True)
 def one_rank_reads(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         if dist.get_rank() == 0:
             loop.record("gradient", model.head.weight.grad.to_local().norm())
             loop.record("weight", model.blocks[1].up.weight.to_local().norm())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a tensor in a param group")
@@ -1211,5 +1019,4 @@ def tensor_settings(loop: Loop) -> None:
     model = models.build("toy")
     groups = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)

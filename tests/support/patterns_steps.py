@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from infinity import torch_private
 from support import models
-from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
+from support.loop_pattern import EARLY, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern, steps
 from support.train import OPTIMIZERS, batch
 
 
@@ -94,11 +94,9 @@ def tensor_lr(loop: Loop) -> None:
 def scheduler_first(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loop.loss(model, step).backward()
         scheduler.step()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a scheduler's state_dict loaded into a new scheduler", slow=True)
@@ -126,30 +124,16 @@ def lr_by_hand(loop: Loop) -> None:
 @pattern("lr set between forward and backward", slow=True)
 def lr_before_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-@pattern("lr set between backward and step()", update_schedules=LATE)
+@pattern("lr set between backward and step()", in_backward_error="lr was changed.*before backward")
 def lr_after_backward(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, _, optimizer in loop.backwards():
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-pattern(
-    "lr set between backward and step(); update.schedule = in_backward",
-    UNSUPPORTED,
-    "lr was changed.*before backward",
-    update_schedules=EARLY,
-)(lr_after_backward)
 
 
 @pattern(
@@ -160,13 +144,9 @@ pattern(
     update_schedules=("auto",),
 )
 def lr_in_one_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, _, optimizer in loop.backwards():
         if step == 3:
             optimizer.param_groups[0]["lr"] *= 0.5
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("lr set on the base optimizer", slow=True)
@@ -213,16 +193,14 @@ def group_each(loop: Loop) -> None:
     model = models.build("toy")
     groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("an optimizer created with named_parameters()", slow=True)
 def named_groups(loop: Loop) -> None:
     model = models.build("toy")
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.named_parameters()))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
     loop.record("names", optimizer.param_groups[0]["param_names"])
 
 
@@ -387,8 +365,7 @@ def frozen_base(loop: Loop) -> None:
     model = models.build("toy")
     model.blocks[0].requires_grad_(False)
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("step() with a closure")
@@ -518,8 +495,7 @@ def step_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", len(opt.param_groups)))
     optimizer.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", len(opt.param_groups)))
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("step hooks registered before offload()")
@@ -529,8 +505,7 @@ def step_hooks_before(loop: Loop) -> None:
     base.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", 1))
     base.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", 1))
     optimizer = loop.offload(model, base)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("an entry of optimizer.state[p] replaced", UNSUPPORTED, "state", note="modify the tensors in place", slow=True)
@@ -661,19 +636,15 @@ def skip_non_finite_loss(loop: Loop) -> None:
 @pattern("step() with NaN gradients")
 def step_with_nan(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         (loop.loss(model, step) * (float("nan") if step == 3 else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("step() with an infinite loss", slow=True)
 def step_with_infinite_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         (loop.loss(model, step) * (float("inf") if step == 3 else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("an exception in forward, after which training continues")
@@ -743,7 +714,7 @@ class Fragile(models.Toy):
 def train_with_failing_backward(loop: Loop, *, sequences: int) -> None:
     """Train with a backward that fails once, after which the batch is repeated in parts of `sequences`."""
     model, optimizer = loop.begin(Fragile())
-    for step in range(STEPS):
+    for step in steps(optimizer):
         _Fails.armed = step == 3
         try:
             loop.loss(model, step, 4).backward()
@@ -754,8 +725,6 @@ def train_with_failing_backward(loop: Loop, *, sequences: int) -> None:
             optimizer.zero_grad()
             for part in range(4 // sequences):
                 loop.loss(model, 10 * step + part, sequences).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern(
@@ -804,13 +773,11 @@ def _interrupt(*_: Any) -> Any:
 @pattern("backward in another thread")
 def backward_in_a_thread(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("the training loop in another thread", slow=True)
@@ -849,8 +816,7 @@ def anomaly(loop: Loop) -> None:
 def default_dtype(loop: Loop) -> None:
     model, optimizer = loop.begin()
     torch.set_default_dtype(torch.float64)
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
 
 
 @pattern("torch.use_deterministic_algorithms", slow=True)
@@ -966,12 +932,10 @@ pattern(
 def reference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     frozen = models.build("toy", seed=3).requires_grad_(False)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         with torch.no_grad():
             target = loop.loss(frozen, step)
         (loop.loss(model, step) - target).abs().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("training resumed in the same process", ranks=(1,))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from support import models
-from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern, steps
 from support.patterns_forward import BETWEEN
 from support.train import OPTIMIZERS
 
@@ -27,22 +27,10 @@ def read(loop: Loop) -> None:
         loop.record("norm", model.head.weight.norm())
 
 
-@pattern("weights read between backward and step()", update_schedules=LATE)
+@pattern("weights read between backward and step()", in_backward_error=BETWEEN)
 def read_before_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for _, model, _ in loop.backwards():
         loop.record_weights(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-pattern(
-    "weights read between backward and step(); update.schedule = in_backward",
-    UNSUPPORTED,
-    BETWEEN,
-    update_schedules=EARLY,
-)(read_before_step)
 
 
 @pattern("ratio of update norm to weight norm logged", update_schedules=LATE)
@@ -70,12 +58,10 @@ def weight_norm(loop: Loop) -> None:
 def weight_penalty(loop: Loop) -> None:
     # Autograd assigns gradients to sharded parameters in addition to the gradients that FSDP2 reduces.
     model, optimizer = loop.begin(policy="fp32")
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         penalty = sum(param.to_local().square().sum() for param in model.blocks.parameters())
         (loss + 1e-3 * penalty).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("a weight penalty alone: backward without forward", in_backward_error=UPDATE_SCHEDULE)
@@ -182,12 +168,10 @@ def teacher(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.step(model, optimizer, 0)
     frozen = copy.deepcopy(model)
-    for step in range(STEPS):
+    for step in steps(optimizer):
         with torch.no_grad():
             target = loop.loss(frozen, step)
         (loop.loss(model, step) - target).abs().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("copy.deepcopy of a parameter")
@@ -417,41 +401,33 @@ def vector(loop: Loop) -> None:
 @pattern("a bias modified in place between forward and backward")
 def between(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         if step == 2:
             with torch.no_grad():
                 model.blocks[1].up.bias.mul_(0.5)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("weights modified with p.copy_ between forward and backward")
 def between_copied(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
+    for step in steps(optimizer):
         loss = loop.loss(model, step)
         if step == 2:
             with torch.no_grad():
                 for param in model.blocks.parameters():
                     param.copy_(param * 0.5)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pattern("weights modified with p.copy_ between backward and step()", update_schedules=("in_forward", "after_backward"))
 def copied_before_step(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.loss(model, step).backward()
+    for step, model, _ in loop.backwards():
         if step == 3:
             with torch.no_grad():
                 for param in model.parameters():
                     param.copy_(param * 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 pattern(
@@ -465,8 +441,7 @@ pattern(
 @pattern("model.to(torch.bfloat16) after training", UNSUPPORTED, "offload", note="convert the model before `offload()`")
 def to_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
     model.to(torch.bfloat16)
     loop.record_weights(model)
 
@@ -476,8 +451,7 @@ def to_bf16(loop: Loop) -> None:
 )
 def to_double(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in range(STEPS):
-        loop.step(model, optimizer, step)
+    loop.steps(model, optimizer)
     model.double()
     loop.record_weights(model)
 

@@ -29,7 +29,7 @@ from support.fault_engine import Fault, FaultEngine, FaultKind
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 64 * KIB
-STEPS = 10
+STEPS = 6
 SLOW = Fault(kind=FaultKind.SLOW, probability=0.3, seconds=0.003)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -431,8 +431,8 @@ def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Swit
     original = module.open_engine
     opened: list[Switch] = []
 
-    def open_engine(config: StorageConfig, why: str) -> tuple[Switch, str]:
-        inner, reason = original(config, why)
+    def open_engine(config: StorageConfig) -> tuple[Switch, str]:
+        inner, reason = original(config)
         opened.append(Switch(inner, seed, faults, on))
         return opened[-1], reason
 

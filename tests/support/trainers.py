@@ -19,7 +19,7 @@ from support import models
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 VOCABULARY, LENGTH = 256, 16
-STEPS = 6
+STEPS = 4
 BATCH = 4
 
 

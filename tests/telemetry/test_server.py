@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import pytest
-
 from infinity.telemetry import http_server as module
 from infinity.telemetry.http_server import Route, Stream, serve_routes
 
@@ -128,13 +126,13 @@ def test_closing_the_server_ends_its_streams():
     peer.close()
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_disconnected_stream_clients_are_removed(method):
-    with serve_routes(0, ROUTES) as server:
-        for _ in range(10):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:
-                peer.sendall(f"{method} /stream HTTP/1.0\r\n\r\n".encode())
-        end = time.monotonic() + 60
-        while server._server._clients:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+def test_disconnected_stream_clients_are_removed(subtests):
+    for method in ["GET", "HEAD"]:
+        with subtests.test(method=method), serve_routes(0, ROUTES) as server:
+            for _ in range(10):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:
+                    peer.sendall(f"{method} /stream HTTP/1.0\r\n\r\n".encode())
+            end = time.monotonic() + 60
+            while server._server._clients:
+                assert time.monotonic() < end
+                time.sleep(0.05)

@@ -116,9 +116,8 @@ def test_anonymous_stats_have_no_file():
     assert stats.snapshot().status == "ended"
 
 
-@pytest.mark.parametrize(
-    ("lookup", "message"),
-    [
+def test_unknown_names_are_rejected_with_suggestions(subtests):
+    for lookup, message in [
         (lambda s: s.counter("io_byte_total"), "did you mean io_bytes_total?"),
         (
             lambda s: s.counter("io_bytes_total", op="raed", state="param", device="nvme0"),
@@ -134,17 +133,15 @@ def test_anonymous_stats_have_no_file():
         (lambda s: s.gauge("steps_total"), "is of kind counter"),
         (lambda s: s.gauge("build_info"), "is of kind info"),
         (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
-    ],
-)
-def test_unknown_names_are_rejected_with_suggestions(lookup, message):
-    with pytest.raises(ConfigError) as caught:
-        lookup(make(None))
-    assert message in str(caught.value)
+    ]:
+        with subtests.test(message):
+            with pytest.raises(ConfigError) as caught:
+                lookup(make(None))
+            assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_invalid_arguments_are_rejected(subtests, tmp_path):
+    for changes in [
         {"run_id": "../up"},
         {"run_id": ""},
         {"rank": 4},
@@ -153,12 +150,11 @@ def test_unknown_names_are_rejected_with_suggestions(lookup, message):
         {"devices": [f"nvme{i}" for i in range(65)]},
         {"info": {"version": "a\nb"}},
         {"info": {"x": "y" * 70000}},
-    ],
-)
-def test_invalid_arguments_are_rejected(tmp_path, changes):
-    with pytest.raises(ConfigError):
-        make(tmp_path, **changes)
-    assert os.listdir(tmp_path) == []
+    ]:
+        with subtests.test(changes=changes):
+            with pytest.raises(ConfigError):
+                make(tmp_path, **changes)
+            assert os.listdir(tmp_path) == []
 
 
 def test_an_unwritable_folder_error_names_the_setting(tmp_path):
@@ -228,12 +224,13 @@ def test_a_rank_in_another_pid_namespace_is_identified_by_its_lock(tmp_path, mon
     assert read_stats_file(copy).status == "dead"
 
 
-@pytest.mark.parametrize("content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096])
-def test_foreign_files_are_rejected_by_name(tmp_path, content):
-    path = tmp_path / "x.stats"
-    path.write_bytes(content)
-    with pytest.raises(StatsFileError, match=r"x\.stats"):
-        read_stats_file(path)
+def test_foreign_files_are_rejected_by_name(subtests, tmp_path):
+    for content in [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096]:
+        with subtests.test(content=content):
+            path = tmp_path / "x.stats"
+            path.write_bytes(content)
+            with pytest.raises(StatsFileError, match=r"x\.stats"):
+                read_stats_file(path)
 
 
 def test_irregular_files_are_rejected_without_blocking(tmp_path):

@@ -40,7 +40,7 @@ def _plan_for_ever(folder: str, errors: str) -> None:
         main()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.wide)])
 def test_signal_to_plan_removes_measurement_folder(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "nvme").mkdir()
     process = fork_server().Process(target=_plan_for_ever, args=(str(tmp_path), str(tmp_path / "errors")))

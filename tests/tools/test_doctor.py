@@ -73,42 +73,39 @@ def test_check_names_are_unique_and_short() -> None:
             assert one.meaning.endswith("."), one.name
 
 
-@pytest.mark.parametrize(
-    ("statuses", "exit_status", "says"),
-    [
-        ([Status.OK, Status.OK], 0, "training works"),
-        ([Status.OK, Status.NOTE, Status.NOTE], 0, "2 notes: training works"),
-        ([Status.NOTE, Status.WARNING], 1, "1 warning, 1 note: "),
-        ([Status.PROBLEM, Status.WARNING, Status.OK], 2, "1 problem, 1 warning: "),
-    ],
-)
-@pytest.mark.parametrize("form", [[], ["--json"], ["--report"]])
-def test_exit_status_is_worst_status(
-    statuses: list[Status], exit_status: int, says: str, form: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_status_is_worst_status(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status does not depend on the output format."""
-    fake_findings(monkeypatch, *map(finding_with, statuses))
-    done = run_here("doctor", ".", *form)
-    assert done.status == exit_status, done.errors
-    if not form:
-        last = " ".join(done.output.rpartition("\n\n")[2].split())
-        assert last.startswith(says)
+    for form in [[], ["--json"], ["--report"]]:
+        for statuses, exit_status, says in [
+            ([Status.OK, Status.OK], 0, "training works"),
+            ([Status.OK, Status.NOTE, Status.NOTE], 0, "2 notes: training works"),
+            ([Status.NOTE, Status.WARNING], 1, "1 warning, 1 note: "),
+            ([Status.PROBLEM, Status.WARNING, Status.OK], 2, "1 problem, 1 warning: "),
+        ]:
+            with subtests.test(says, form=form):
+                fake_findings(monkeypatch, *map(finding_with, statuses))
+                done = run_here("doctor", ".", *form)
+                assert done.status == exit_status, done.errors
+                if not form:
+                    last = " ".join(done.output.rpartition("\n\n")[2].split())
+                    assert last.startswith(says)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_fit_terminal_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_fit_terminal_width(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text in brackets is not interpreted as markup."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    fake_findings(
-        monkeypatch, finding_with(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60)
-    )
-    done = run_here("doctor", ".")
-    lines = done.output.splitlines()
-    assert max(map(len, lines)) <= width
-    assert "".join(lines).count("word") == 60
-    (at,) = [number for number, line in enumerate(lines) if line.startswith("warning")]
-    assert lines[at].split() == ["warning", "[x]", "[red]v[/red]", "[/]"]
-    assert lines[at + 1].split() == ["fix:", "[y]"]
+    for width in [60, 80, 120]:
+        with subtests.test(width=width):
+            monkeypatch.setenv("COLUMNS", str(width))
+            fake_findings(
+                monkeypatch, finding_with(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60)
+            )
+            done = run_here("doctor", ".")
+            lines = done.output.splitlines()
+            assert max(map(len, lines)) <= width
+            assert "".join(lines).count("word") == 60
+            (at,) = [number for number, line in enumerate(lines) if line.startswith("warning")]
+            assert lines[at].split() == ["warning", "[x]", "[red]v[/red]", "[/]"]
+            assert lines[at + 1].split() == ["fix:", "[y]"]
 
 
 def test_doctor_defaults_to_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -67,25 +68,20 @@ def test_read_only_mount_is_a_problem(tmp_path: Path, machine: Machine, monkeypa
     assert matches(found, "problem", "mounted read-only", f"mount -o remount,rw {tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("code", "user", "fix"),
-    [
+def test_unwritable_folder_reports_reason_and_fix(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code, user, fix in [
         (errno.EACCES, 1000, "install -d -o 1000 -g 1000 "),
         (errno.EACCES, 0, "another folder"),
         (errno.ENOSPC, 1000, "infinity store rm"),
         (errno.EIO, 1000, "another folder"),
-    ],
-)
-def test_unwritable_folder_reports_reason_and_fix(
-    code: int, user: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(**_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(worlds.tempfile, "mkstemp", fail)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(os, "getegid", lambda: user)
-    assert matches(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
+    ]:
+        with subtests.test(fix):
+            monkeypatch.setattr(worlds.tempfile, "mkstemp", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+            monkeypatch.setattr(os, "geteuid", lambda: user)
+            monkeypatch.setattr(os, "getegid", lambda: user)
+            assert matches(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
 
 
 def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
@@ -99,9 +95,9 @@ def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
     assert matches(look(storage.in_use, tmp_path / "new"), "ok", "by no run")
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "says"),
-    [
+def test_file_system_types(subtests: pytest.Subtests, tmp_path: Path, machine: Machine) -> None:
+    """The topmost mount determines the type."""
+    for kind, status, says in [
         ("ext4", "ok", "ext4"),
         ("xfs", "ok", "xfs"),
         ("tmpfs", "warning", "in memory"),
@@ -109,12 +105,12 @@ def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
         ("fuse.sshfs", "warning", "not local"),
         ("overlay", "warning", "container"),
         ("btrfs", "note", "copy-on-write"),
-    ],
-)
-def test_file_system_types(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:
-    """The topmost mount determines the type."""
-    machine.write("proc/self/mountinfo", f"1 0 8:1 / / rw - none a rw\n2 1 0:9 / {tmp_path} rw - {kind} a:/b rw\n")
-    assert matches(look(storage.file_system, tmp_path, root=machine.root), status, says)
+    ]:
+        with subtests.test(kind=kind):
+            machine.write(
+                "proc/self/mountinfo", f"1 0 8:1 / / rw - none a rw\n2 1 0:9 / {tmp_path} rw - {kind} a:/b rw\n"
+            )
+            assert matches(look(storage.file_system, tmp_path, root=machine.root), status, says)
 
 
 def test_file_system_without_size_is_a_problem(
@@ -144,21 +140,15 @@ def test_direct_io_alignment_is_checked(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.glob(".infinity*")) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "says"),
-    [(errno.EINVAL, "problem", "Invalid argument"), (errno.ENOSPC, "note", "no space")],
-)
 def test_failed_direct_write_is_reported(
-    code: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system may accept O_DIRECT in open() and still fail in pwrite()."""
-
-    def fail(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    fake_open(monkeypatch)
-    monkeypatch.setattr(os, "pwritev", fail)
-    assert matches(look(storage.direct, tmp_path), status, says)
+    for code, status, says in [(errno.EINVAL, "problem", "Invalid argument"), (errno.ENOSPC, "note", "no space")]:
+        with subtests.test(says):
+            fake_open(monkeypatch)
+            monkeypatch.setattr(os, "pwritev", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+            assert matches(look(storage.direct, tmp_path), status, says)
 
 
 def test_corrupted_direct_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,26 +157,22 @@ def test_corrupted_direct_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.
     assert matches(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "says", "fix"),
-    [
+def test_fallocate_errors(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fallocate() is called directly, because posix_fallocate() writes data if it is not supported."""
+    for code, status, says, fix in [
         (0, "ok", "blocks", ""),
         (errno.EOPNOTSUPP, "warning", "no fallocate", "ext4 or XFS"),
         (errno.ENOSPC, "problem", "No space left", "infinity store rm"),
         (errno.EFBIG, "problem", "File too large", "ulimit -f"),
-    ],
-)
-def test_fallocate_errors(
-    code: int, status: str, says: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fallocate() is called directly, because posix_fallocate() writes data if it is not supported."""
+    ]:
+        with subtests.test(says):
 
-    def fallocate(*_: object) -> int:
-        ctypes.set_errno(code)
-        return -1 if code else 0
+            def fallocate(*_: object) -> int:
+                ctypes.set_errno(code)
+                return -1 if code else 0
 
-    monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
-    assert matches(look(storage.allocation, tmp_path), status, says, fix)
+            monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
+            assert matches(look(storage.allocation, tmp_path), status, says, fix)
 
 
 def test_fallocate_extends_file(tmp_path: Path) -> None:
@@ -196,28 +182,28 @@ def test_fallocate_extends_file(tmp_path: Path) -> None:
             assert os.fstat(file.fd).st_size == 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("free", "status", "says"),
-    [
+def test_free_space_excludes_reservations(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only reservations on the same drive count."""
+    for free, status, says in [
         (100, "ok", "97 GiB free of 1 TiB, besides 3 GiB reserved"),
         (5, "warning", "2 GiB free"),
         (3, "problem", "0 B free"),
-    ],
-)
-def test_free_space_excludes_reservations(
-    free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ]:
+        with subtests.test(says):
+            drive = Drive(name="nvme0n1", identity="x")
+            monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
+            monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=free * GIB))
+            entries = [{"device": "nvme0n1", "bytes": 3 * GIB}, {"device": "nvme1n1", "bytes": 50 * GIB}]
+            assert matches(look(storage.free_space, tmp_path, {"reservations": entries}), status, says)
+
+
+def test_drive_types(
+    subtests: pytest.Subtests, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only reservations on the same drive count."""
-    drive = Drive(name="nvme0n1", identity="x")
-    monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
-    monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=free * GIB))
-    entries = [{"device": "nvme0n1", "bytes": 3 * GIB}, {"device": "nvme1n1", "bytes": 50 * GIB}]
-    assert matches(look(storage.free_space, tmp_path, {"reservations": entries}), status, says)
-
-
-@pytest.mark.parametrize(
-    ("name", "rotational", "model", "status", "says", "fix"),
-    [
+    """The type depends on the name, the model and the kernel's rotational flag."""
+    for name, rotational, model, status, says, fix in [
         ("nvme0n1", 0, "Samsung  SSD 990", "ok", "nvme0n1 (Samsung SSD 990)", ""),
         ("nvme1n1", 0, "Amazon Elastic Block Store", "note", "network drive", PROBE),
         ("nvme2n1", 0, "Amazon EC2 NVMe Instance Storage", "ok", "Instance Storage", ""),
@@ -228,33 +214,22 @@ def test_free_space_excludes_reservations(
         ("loop3", 0, "", "note", "a mounted file", "NVMe"),
         ("zram0", 0, "", "warning", "compressed", "NVMe"),
         ("nbd0", 0, "", "note", "network drive", PROBE),
-    ],
-)
-def test_drive_types(
-    name: str,
-    rotational: int,
-    model: str,
-    status: str,
-    says: str,
-    fix: str,
-    tmp_path: Path,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The type depends on the name, the model and the kernel's rotational flag."""
-    machine.drive(name, rotational, model)
-    drive = Drive(name=name, identity=name)
-    monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
-    assert matches(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
+    ]:
+        with subtests.test(name=name):
+            machine.drive(name, rotational, model)
+            drive = Drive(name=name, identity=name)
+            monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
+            assert matches(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
 
 
-@pytest.mark.parametrize(("in_memory", "says"), [(True, "in memory"), (False, "(nfs-5)")])
 def test_folder_without_drive_is_a_note(
-    in_memory: bool, says: str, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place(path="", drive=Drive(name="nfs-5", identity=""), file_system=1, in_memory=in_memory)
-    monkeypatch.setattr(storage, "locate", lambda path, sysfs: place)
-    assert matches(look(storage.drive, tmp_path, root=machine.root), "note", says)
+    for in_memory, says in [(True, "in memory"), (False, "(nfs-5)")]:
+        with subtests.test(says):
+            place = Place(path="", drive=Drive(name="nfs-5", identity=""), file_system=1, in_memory=in_memory)
+            monkeypatch.setattr(storage, "locate", lambda path, sysfs: place)
+            assert matches(look(storage.drive, tmp_path, root=machine.root), "note", says)
 
 
 def test_bandwidth_comes_from_daemon(tmp_path: Path) -> None:

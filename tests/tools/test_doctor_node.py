@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -50,36 +52,30 @@ def test_daemon_status(tmp_path: Path) -> None:
     assert matches(daemon_finding(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
 
 
-@pytest.mark.parametrize(
-    ("addresses", "status", "says"),
-    [
+def test_host_name_must_resolve_to_this_host(
+    subtests: pytest.Subtests, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo listens on the address that the host name resolves to."""
+    for addresses, status, says in [
         (["127.0.0.1"], "ok", "of this host"),
         (["192.0.2.1", "127.0.0.1"], "ok", "of this host"),
         (["192.0.2.1"], "warning", "other hosts"),
         ([], "warning", "does not resolve"),
-    ],
-)
-def test_host_name_must_resolve_to_this_host(
-    addresses: list[str], status: str, says: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gloo listens on the address that the host name resolves to."""
+    ]:
+        with subtests.test(says):
 
-    def resolve(*_: object, **__: object) -> list[Any]:
-        if not addresses:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+            def resolve(*_: object, **__: object) -> list[Any]:
+                if not addresses:
+                    raise socket.gaierror(-2, "Name or service not known")
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert matches(machine.look(daemon_check.host_name), status, says)
+            monkeypatch.setattr(socket, "getaddrinfo", resolve)
+            assert matches(machine.look(daemon_check.host_name), status, says)
 
 
 def test_missing_loopback_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert matches(machine.look(daemon_check.loopback), "ok")
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(99, "Cannot assign requested address")
-
-    monkeypatch.setattr(socket, "create_server", fail)
+    monkeypatch.setattr(socket, "create_server", mock.Mock(side_effect=OSError(99, "Cannot assign requested address")))
     assert matches(machine.look(daemon_check.loopback), "problem", "Cannot assign", "ip link set lo up")
 
 
@@ -113,9 +109,9 @@ class FakeTorch:
         )
 
 
-@pytest.mark.parametrize(
-    ("torch", "device", "status", "says", "fix"),
-    [
+def test_accelerator(subtests: pytest.Subtests, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices that torch sees are compared with the devices in /dev."""
+    for torch, device, status, says, fix in [
         (FakeTorch(), "", "ok", "on the CPU", ""),
         (FakeTorch(gpus=8, cuda="12.8"), "nvidiactl", "ok", "8 x H100 with 80 GiB", ""),
         (FakeTorch(), "nvidiactl", "warning", "built without CUDA", "pytorch.org"),
@@ -123,22 +119,13 @@ class FakeTorch:
         (FakeTorch(cuda="12.8"), "nvidiactl", "warning", "a GPU is present", "nvidia-smi"),
         (FakeTorch(other="xpu"), "", "note", "xpu", "CUDA"),
         (None, "", "note", "not installed", "`torch`"),
-    ],
-)
-def test_accelerator(
-    torch: FakeTorch | None,
-    device: str,
-    status: str,
-    says: str,
-    fix: str,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The devices that torch sees are compared with the devices in /dev."""
-    monkeypatch.setattr(accelerator, "_torch", lambda: torch)
-    if device:
-        machine.write(f"dev/{device}", "")
-    assert matches(machine.look(accelerator.accelerator), status, says, fix)
+    ]:
+        with subtests.test(says):
+            monkeypatch.setattr(accelerator, "_torch", lambda: torch)
+            shutil.rmtree(machine.root / "dev", ignore_errors=True)
+            if device:
+                machine.write(f"dev/{device}", "")
+            assert matches(machine.look(accelerator.accelerator), status, says, fix)
 
 
 def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +163,9 @@ def test_nccl_is_required_only_with_gpus(machine: Machine, monkeypatch: pytest.M
 
 def test_missing_fsdp2_apis_are_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert matches(machine.look(accelerator.fsdp2), "ok")
-
-    def lacks(name: str) -> None:
-        raise UnsupportedError("torch 9 is not supported")
-
-    monkeypatch.setattr(accelerator, "import_module", lacks)
+    monkeypatch.setattr(
+        accelerator, "import_module", mock.Mock(side_effect=UnsupportedError("torch 9 is not supported"))
+    )
     assert matches(machine.look(accelerator.fsdp2), "problem", "torch 9 is not supported", "torch>=2.11,<=2.15")
     monkeypatch.setattr(accelerator, "installed", lambda package: None)
     assert matches(machine.look(accelerator.fsdp2), "note", "not installed")

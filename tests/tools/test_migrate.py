@@ -15,7 +15,7 @@ from infinity.config import load_config
 from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.translate import Migration, migrate
-from support.command import Finished, run_here, run_process
+from support.command import Finished, run_here
 
 INFINITY: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -124,17 +124,17 @@ def test_code_omits_disabled_features() -> None:
     assert "build_optimizer(model)" in bare
 
 
-def test_generated_code_trains(tmp_path: Path) -> None:
+def test_generated_code_trains() -> None:
     """The code runs unchanged for two steps at DeepSpeed's rates and saves a checkpoint."""
     done = translated(INFINITY)
-    (tmp_path / "infinity.toml").write_text(done.toml)
-    tail = "print(optimizer.steps, optimizer.param_groups[0]['lr'], optimizer.update_schedule)\noptimizer.close()\n"
-    (tmp_path / "program.py").write_text(MODEL + done.code + tail)
-    ran = run_process(tmp_path, program=("program.py",))
-    assert ran.status == 0, ran.errors
-    steps, rate, update_schedule = ran.output.split()
-    assert (steps, update_schedule) == ("2", "in_forward")
-    assert float(rate) == pytest.approx(0.01 * 0.5)  # log(2) / log(4): the second step of DeepSpeed's warm-up
+    Path("infinity.toml").write_text(done.toml)
+    names: dict[str, Any] = {}
+    exec(MODEL + done.code, names)
+    optimizer = names["optimizer"]
+    assert (optimizer.steps, optimizer.update_schedule) == (2, "in_forward")
+    rate = 0.01 * 0.5  # log(2) / log(4): the second step of DeepSpeed's warm-up
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    optimizer.close()
     listed = run_here("store", "ls", "nvme0", "nvme1", "--json")
     assert [checkpoint["step"] for run in json.loads(listed.output) for checkpoint in run["checkpoints"]] == [2]
 
@@ -172,21 +172,18 @@ def test_trainer_configuration_keeps_the_trainer() -> None:
     assert translated(INFINITY).trainer_code is None
 
 
-def test_generated_trainer_code_trains(tmp_path: Path) -> None:
+def test_generated_trainer_code_trains() -> None:
     """The schedule starts at the step of the DeepSpeed run if the scheduler is stepped as often before training."""
     done = translated(TRAINER, "nvme")
-    (tmp_path / "infinity.toml").write_text(done.toml)
+    Path("infinity.toml").write_text(done.toml)
     made = "scheduler = LambdaLR(optimizer, rate_at)\n"
     assert made in done.trainer_code
-    code = done.trainer_code.replace(made, f"{made}for _ in range(5):\n    scheduler.step()\n")
-    tail = (
-        "print(trainer.optimizer.optimizer.steps, trainer.optimizer.param_groups[0]['lr'] / rate_at(7), "
-        "trainer.optimizer.param_groups[0]['weight_decay'])\n"
-    )
-    (tmp_path / "program.py").write_text(TRAINED + code + tail)
-    ran = run_process(tmp_path, program=("program.py",))
-    assert ran.status == 0, ran.errors
-    assert ran.output.splitlines()[-1].split() == ["2", "1.0", "0.0"]
+    names: dict[str, Any] = {}
+    exec(TRAINED + done.trainer_code.replace(made, f"{made}for _ in range(5):\n    scheduler.step()\n"), names)
+    optimizer = names["trainer"].optimizer.optimizer
+    (lr, decay) = (optimizer.param_groups[0][name] for name in ("lr", "weight_decay"))
+    assert (optimizer.steps, lr / names["rate_at"](7), decay) == (2, 1.0, 0.0)
+    names["trainer"].end()
 
 
 def test_defaults_of_deepspeed_do_not_replace_those_of_infinity() -> None:
@@ -252,12 +249,13 @@ def test_cpu_offload_requires_storage_path() -> None:
     assert done.settings["storage"]["paths"] == ["/nvme0/run", "/nvme1/run"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_zero_stage_is_fully_sharded(stage: int) -> None:
+def test_every_zero_stage_is_fully_sharded(subtests: pytest.Subtests) -> None:
     """For stages below 3, the row explains the difference."""
-    done = translated({"zero_optimization": {"stage": stage}})
-    assert not done.refusals
-    assert ("keeps" in row(done, "zero_optimization.stage").why) == (stage < 3)
+    for stage in [0, 1, 2, 3]:
+        with subtests.test(stage=stage):
+            done = translated({"zero_optimization": {"stage": stage}})
+            assert not done.refusals
+            assert ("keeps" in row(done, "zero_optimization.stage").why) == (stage < 3)
 
 
 def test_duplicate_paths_are_merged() -> None:
@@ -268,14 +266,13 @@ def test_duplicate_paths_are_merged() -> None:
     assert translated({"zero_optimization": zero}).settings["storage"]["paths"] == ["/a/b"]
 
 
-@pytest.mark.parametrize(
-    "path", ['/with "quotes"', "/back\\slash", "/müßig/\U0001d518", "/del\x7f", "/tab\t/new\nline", "/[red]x"]
-)
-def test_unusual_paths_are_preserved(path: str) -> None:
-    zero = {"offload_param": {"device": "nvme", "nvme_path": path}}
-    assert run({"zero_optimization": zero}, "--out", "s.toml").status == 0
-    assert load_config("s.toml").storage.paths == (path,)
-    assert load_config(tomllib.loads(translated({"zero_optimization": zero}).toml)).storage.paths == (path,)
+def test_unusual_paths_are_preserved(subtests: pytest.Subtests) -> None:
+    for path in ['/with "quotes"', "/back\\slash", "/müßig/\U0001d518", "/del\x7f", "/tab\t/new\nline", "/[red]x"]:
+        with subtests.test(path=path):
+            zero = {"offload_param": {"device": "nvme", "nvme_path": path}}
+            assert run({"zero_optimization": zero}, "--out", "s.toml", "--force").status == 0
+            assert load_config("s.toml").storage.paths == (path,)
+            assert load_config(tomllib.loads(translated({"zero_optimization": zero}).toml)).storage.paths == (path,)
 
 
 OPTIMIZERS = {
@@ -288,12 +285,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "line"), OPTIMIZERS.items())
-def test_supported_optimizers(kind: str, line: str) -> None:
+def test_supported_optimizers(subtests: pytest.Subtests) -> None:
     """DeepSpeed's Adam decays weights like AdamW, by 0 unless a weight decay is given."""
-    done = translated({"optimizer": {"type": kind, "params": {"lr": 0.1}}})
-    assert f"optimizer = {line}\n" in done.code
-    assert not done.refusals
+    for kind, line in OPTIMIZERS.items():
+        with subtests.test(kind=kind):
+            done = translated({"optimizer": {"type": kind, "params": {"lr": 0.1}}})
+            assert f"optimizer = {line}\n" in done.code
+            assert not done.refusals
 
 
 def test_adam_modes() -> None:
@@ -304,22 +302,22 @@ def test_adam_modes() -> None:
     assert "torch.optim.AdamW(model.parameters(), fused=True)" in done.code
 
 
-@pytest.mark.parametrize(
-    "kind", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdamW", "LBFGS", "Adem"]
-)
-def test_unsupported_optimizers_exit_with_status_1(kind: str) -> None:
-    done = run({"optimizer": {"type": kind, "params": {"lr": 0.1, "freeze_step": 5}}})
-    assert done.status == 1
-    assert "no counterpart for optimizer.type." in " ".join(done.output.split())
-    assert "build_optimizer(model)" in done.output
+def test_unsupported_optimizers_exit_with_status_1(subtests: pytest.Subtests) -> None:
+    for kind in ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdamW", "LBFGS", "Adem"]:
+        with subtests.test(kind=kind):
+            done = run({"optimizer": {"type": kind, "params": {"lr": 0.1, "freeze_step": 5}}})
+            assert done.status == 1
+            assert "no counterpart for optimizer.type." in " ".join(done.output.split())
+            assert "build_optimizer(model)" in done.output
 
 
-@pytest.mark.parametrize(("kind", "said"), [("Muon", "torch.optim.Muon(matrices"), ("Lamb", "pytorch_optimizer")])
-def test_unsupported_optimizers_suggest_replacement(kind: str, said: str) -> None:
-    done = translated({"optimizer": {"type": kind}})
-    assert [rejected.key for rejected in done.refusals] == ["optimizer.type"]
-    assert said in done.refusals[0].becomes
-    assert "is not supported" not in done.refusals[0].why
+def test_unsupported_optimizers_suggest_replacement(subtests: pytest.Subtests) -> None:
+    for kind, said in [("Muon", "torch.optim.Muon(matrices"), ("Lamb", "pytorch_optimizer")]:
+        with subtests.test(kind=kind):
+            done = translated({"optimizer": {"type": kind}})
+            assert [rejected.key for rejected in done.refusals] == ["optimizer.type"]
+            assert said in done.refusals[0].becomes
+            assert "is not supported" not in done.refusals[0].why
 
 
 def test_enabled_fp16_is_unsupported() -> None:
@@ -387,17 +385,18 @@ def leaf_values(tree: dict[str, Any], name: str) -> Any:
         yield value
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_table_fits_terminal_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_fits_terminal_width(subtests: pytest.Subtests) -> None:
     """Settings and code are not wrapped, so that they can be copied."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    done = run(INFINITY)
-    assert done.status == 0
-    assert translated(INFINITY).toml in done.output
-    assert translated(INFINITY).code in done.output
-    table = done.output.partition("\ntranslated (")[2]
-    assert max(map(len, table.splitlines())) <= width
-    assert "zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization" in done.output
+    for width in [60, 80, 120]:
+        with subtests.test(width=width), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("COLUMNS", str(width))
+            done = run(INFINITY)
+            assert done.status == 0
+            assert translated(INFINITY).toml in done.output
+            assert translated(INFINITY).code in done.output
+            table = done.output.partition("\ntranslated (")[2]
+            assert max(map(len, table.splitlines())) <= width
+            assert "zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization" in done.output
 
 
 JSON = st.recursive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import tomllib
 from pathlib import Path
@@ -132,9 +133,8 @@ def translated(values: dict[str, Any]) -> Migration:
 
 def context(name: str) -> dict[str, Any]:
     """Return the other keys that a key requires."""
-    found = CONTEXT[max((begin for begin in CONTEXT if name.startswith(begin)), key=len, default="")] if any(
-        name.startswith(begin) for begin in CONTEXT) else {}  # fmt: skip
-    return {key: value for key, value in found.items() if key != name}
+    longest = max((begin for begin in CONTEXT if name.startswith(begin)), key=len, default="")
+    return {key: value for key, value in CONTEXT.get(longest, {}).items() if key != name}
 
 
 def enabling_value(key: Key) -> Any:
@@ -151,59 +151,59 @@ def row(done: Migration, name: str) -> Any:
     return next(row for row in done.rows if row.key == name)
 
 
-def with_status(status: Status) -> Any:
-    """Parametrize a test over the keys with this status."""
-    keys = [key for key in TABLE.keys.values() if key.status is status]
-    return pytest.mark.parametrize("key", keys, ids=lambda key: key.name)
+def keys(status: Status) -> list[Key]:
+    """Return the keys with this status."""
+    return [key for key in TABLE.keys.values() if key.status is status]
 
 
-@with_status(Status.TRANSLATED)
-def test_translated_keys_change_settings_or_code(key: Key) -> None:
-    value, text = EFFECTS[key.name]
-    done, without = (
-        translated({**context(key.name), key.name: value}),
-        translated(context(key.name) if "lr" not in key.name else {}),
-    )
-    found = row(done, key.name)
-    assert found.status is Status.TRANSLATED
-    assert found.becomes
-    assert text in done.toml + done.code
-    if text and key.name not in ("zero_optimization.stage", "scheduler.params.cycle_momentum"):  # these set the default
-        assert text not in without.toml + without.code
-    assert not done.refusals
-    compile(done.code, key.name, "exec")
+def test_translated_keys_change_settings_or_code(subtests: pytest.Subtests) -> None:
+    for key in keys(Status.TRANSLATED):
+        with subtests.test(key.name):
+            value, text = EFFECTS[key.name]
+            done = translated({**context(key.name), key.name: value})
+            assert row(done, key.name).status is Status.TRANSLATED
+            assert row(done, key.name).becomes
+            assert text in done.toml + done.code
+            if text and key.name not in ("zero_optimization.stage", "scheduler.params.cycle_momentum"):  # the defaults
+                without = translated(context(key.name) if "lr" not in key.name else {})
+                assert text not in without.toml + without.code
+            assert not done.refusals
+            compile(done.code, key.name, "exec")
 
 
-@with_status(Status.NOT_NEEDED)
-def test_unneeded_keys_change_nothing(key: Key) -> None:
-    if key.name == "optimizer.params.torch_adam":  # which changes a default
-        return
-    without = translated(context(key.name))
-    for value in (True, 5, "text", {"enabled": True}):
-        done = translated({**context(key.name), key.name: value})
-        assert row(done, key.name).status is Status.NOT_NEEDED
-        assert row(done, key.name).why == key.why
-        assert (done.toml, done.code, done.refusals) == (without.toml, without.code, without.refusals)
+def test_unneeded_keys_change_nothing(subtests: pytest.Subtests) -> None:
+    for key in keys(Status.NOT_NEEDED):
+        if key.name == "optimizer.params.torch_adam":  # which changes a default
+            continue
+        without = translated(context(key.name))
+        for value in (True, 5, "text", {"enabled": True}):
+            with subtests.test(key.name, value=value):
+                done = translated({**context(key.name), key.name: value})
+                assert (row(done, key.name).status, row(done, key.name).why) == (Status.NOT_NEEDED, key.why)
+                assert (done.toml, done.code, done.refusals) == (without.toml, without.code, without.refusals)
 
 
-@with_status(Status.NO_COUNTERPART)
-def test_keys_without_counterpart_fail_only_if_training_changes(key: Key) -> None:
-    done = translated({**context(key.name), key.name: enabling_value(key)})
-    found = row(done, key.name)
-    assert found.status is Status.NO_COUNTERPART
-    assert found.becomes
-    assert (found in done.refusals) == key.changes
-    for value in (*key.off, *([{}, {"enabled": False, "part": {"enabled": True}}] if key.switch else [])):
-        assert not [one for one in translated({**context(key.name), key.name: value}).refusals if one.key == key.name]
+def test_keys_without_counterpart_fail_only_if_training_changes(subtests: pytest.Subtests) -> None:
+    for key in keys(Status.NO_COUNTERPART):
+        with subtests.test(key.name):
+            done = translated({**context(key.name), key.name: enabling_value(key)})
+            found = row(done, key.name)
+            assert found.status is Status.NO_COUNTERPART
+            assert found.becomes
+            assert (found in done.refusals) == key.changes
+            for value in (*key.off, *([{}, {"enabled": False, "part": {"enabled": True}}] if key.switch else [])):
+                refusals = translated({**context(key.name), key.name: value}).refusals
+                assert key.name not in [one.key for one in refusals], value
 
 
-@pytest.mark.parametrize("key", TABLE.keys.values(), ids=lambda key: key.name)
-def test_every_key_accepts_null_and_auto(key: Key) -> None:
-    for value in (None, "auto"):
-        around = {} if key.name.startswith("scheduler.params.cycle") else context(key.name)
-        done = translated({**around, key.name: value})
-        assert row(done, key.name).why
-        assert key.name not in [one.key for one in done.refusals]
+def test_every_key_accepts_null_and_auto(subtests: pytest.Subtests) -> None:
+    for name in TABLE.keys:
+        for value in (None, "auto"):
+            with subtests.test(name, value=value):
+                around = {} if name.startswith("scheduler.params.cycle") else context(name)
+                done = translated({**around, name: value})
+                assert row(done, name).why
+                assert name not in [one.key for one in done.refusals]
 
 
 def test_texts_have_no_trailing_period() -> None:
@@ -225,25 +225,19 @@ def test_settings_named_in_table_exist() -> None:
                 assert hasattr(sections[section], name), word
 
 
-@pytest.mark.parametrize("kind", TAKEN)
-def test_optimizer_arguments_exist_in_torch(kind: str) -> None:
-    import inspect
-
+def test_optimizer_arguments_exist_in_torch() -> None:
     import torch
 
-    taken = TAKEN[kind]
-    if taken.call.startswith("torch."):
-        known = inspect.signature(getattr(torch.optim, taken.call.rpartition(".")[2])).parameters
-        assert set(taken.takes) | set(taken.fills) <= set(known)
+    for taken in TAKEN.values():
+        if taken.call.startswith("torch."):
+            known = inspect.signature(getattr(torch.optim, taken.call.rpartition(".")[2])).parameters
+            assert {*taken.takes, *taken.fills} <= set(known), taken.call
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_scheduler_parameters_match_table_keys(kind: str) -> None:
-    for name in SCHEDULERS[kind].defaults:
-        assert f"scheduler.params.{name}" in TABLE.keys
-    for name in TABLE.keys:
-        if name.startswith("scheduler.params.") and TABLE.keys[name].status is Status.TRANSLATED:
-            assert any(name.rpartition(".")[2] in one.defaults for one in SCHEDULERS.values()), name
+def test_scheduler_parameters_match_table_keys() -> None:
+    defaults = {f"scheduler.params.{name}" for one in SCHEDULERS.values() for name in one.defaults}
+    assert defaults <= set(TABLE.keys)
+    assert {key.name for key in keys(Status.TRANSLATED) if key.name.startswith("scheduler.params.")} <= defaults
 
 
 RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
@@ -259,18 +253,19 @@ RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", RATES)
-def test_learning_rates_match_deepspeed(kind: str) -> None:
+def test_learning_rates_match_deepspeed(subtests: pytest.Subtests) -> None:
     """The expected rates are computed by hand from DeepSpeed's formulas."""
-    parameters, rates = RATES[kind]
-    code = translated({"optimizer.type": "AdamW", "optimizer.params.lr": 0.5, "scheduler.type": kind,
-               **{f"scheduler.params.{name}": value for name, value in parameters.items()}}).code  # fmt: skip
-    begin, end = code.index(f"# {kind}"), code.index("for group in optimizer.param_groups")
-    names: dict[str, Any] = {}
-    exec("import math\n" + code[begin:end], names)
-    assert [names["rate_at"](step) for step in range(len(rates))] == pytest.approx(rates)
-    if kind == "OneCycle":
-        assert [names["beta_at"](step) for step in range(5)] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
+    for kind in RATES:
+        with subtests.test(kind):
+            parameters, rates = RATES[kind]
+            code = translated({"optimizer.type": "AdamW", "optimizer.params.lr": 0.5, "scheduler.type": kind,
+                       **{f"scheduler.params.{name}": value for name, value in parameters.items()}}).code  # fmt: skip
+            begin, end = code.index(f"# {kind}"), code.index("for group in optimizer.param_groups")
+            names: dict[str, Any] = {}
+            exec("import math\n" + code[begin:end], names)
+            assert [names["rate_at"](step) for step in range(len(rates))] == pytest.approx(rates)
+            if kind == "OneCycle":
+                assert [names["beta_at"](step) for step in range(5)] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
 
 
 def test_settings_of_all_keys_are_valid() -> None:

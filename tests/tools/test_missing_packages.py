@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from support.command import SMALL, run_here
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "extra"),
-    [
+def test_missing_package_names_extra(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The message is one line, the status is 2, and nothing is trained."""
+    for package, arguments, extra in [
         ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
         ("transformers", SMALL, "cli"),
         ("transformers", ["train", "--model", "list"], "cli"),
-    ],
-    ids=["metrics", "model", "list"],
-)
-def test_missing_package_names_extra(
-    package: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The message is one line, the status is 2, and nothing is trained."""
-    monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
-    monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
-    monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
-    done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--seq" in arguments else []))
-    assert done.status == 2
-    assert done.output == ""
-    assert len(done.errors.splitlines()) == 1, done.errors
-    assert done.errors.endswith(
-        f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
-    )
-    assert not [*tmp_path.glob("out/nvme/*")]
+    ]:
+        with subtests.test(package=package), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
+            monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
+            monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
+            done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--seq" in arguments else []))
+            assert done.status == 2
+            assert done.output == ""
+            assert len(done.errors.splitlines()) == 1, done.errors
+            assert done.errors.endswith(
+                f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
+            )
+            assert not [*tmp_path.glob("out/nvme/*")]
 
 
 def test_version_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import metadata
-
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError("transformers")))
     assert run_here("version", "--json").summary["transformers"] == "not installed"

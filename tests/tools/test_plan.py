@@ -14,6 +14,7 @@ import typer
 import infinity
 from infinity.content.format import Role
 from infinity.daemon_client import NodeDaemon
+from infinity.io.probe.quick import QuickRates
 from infinity_tools.train import app
 from support.command import run_here
 
@@ -49,25 +50,19 @@ def test_help_example_runs_unchanged() -> None:
     infinity.load_config(tomllib.loads(found["toml"]))
 
 
-@pytest.mark.parametrize("width", ["60", "80", "120"])
-def test_report_fits_any_terminal_width(monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+def test_report_fits_any_terminal_width(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     """No number is truncated; only the settings, which are meant to be copied, may be wider."""
-    monkeypatch.setenv("COLUMNS", width)
-    done = run_here(*QUICK.split(), "--gpu-memory", "4GiB")  # with more memory, there would be no changes to suggest
-    assert done.status == 0
-    report, _, toml = done.output.partition("# Settings for infinity")
-    assert max(map(len, report.splitlines())) <= int(width)
-    assert "…" not in report
-    words = " ".join(report.split())
-    for part in (
-        "state per rank",
-        "host cache: ",
-        "time per step",
-        "tokens per second",
-        "changes that would help most",
-    ):
-        assert part in words
-    assert 'host_bytes = "512MiB"' in toml
+    parts = ("state per rank", "host cache: ", "time per step", "tokens per second", "changes that would help most")
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        done = run_here(*QUICK.split(), "--gpu-memory", "4GiB")  # with more memory, there are no changes to suggest
+        report, _, toml = done.output.partition("# Settings for infinity")
+        with subtests.test(width=width):
+            assert done.status == 0
+            assert max(map(len, report.splitlines())) <= width
+            assert "…" not in report
+            assert [part for part in parts if part not in " ".join(report.split())] == []
+            assert 'host_bytes = "512MiB"' in toml
 
 
 def test_out_files_match_json_and_actual_run(tmp_path: Path) -> None:
@@ -159,20 +154,18 @@ def test_train_command_matches_plan(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_options_unsupported_by_train_are_reported(subtests: pytest.Subtests) -> None:
+    """The last line names the option instead of a command that would train something else."""
+    for options, says in [
         ("--model tiny --batch-tokens 512 --optimizer lion", "--optimizer adamw"),
         ("--model tiny --batch-tokens 512 --trainable 0.5", "--trainable"),
         ("--model tiny --batch-tokens 512 --seq 64 --loop --micro-batches 2", "--micro-tokens"),
         ("--model tiny --batch-tokens 512 --update-cores 2", "update.cores"),
         ("--model tiny --batch-tokens 500 --seq 64", "--batch-tokens 500 is not a multiple of --seq 64"),
         ("--model tiny --batch-tokens 8192 --seq 8192", "max_position_embeddings"),
-    ],
-)
-def test_options_unsupported_by_train_are_reported(options: str, says: str) -> None:
-    """The last line names the option instead of a command that would train something else."""
-    assert says in run_here(*shlex.split(f"plan {options} {DRIVES}")).output.splitlines()[-1]
+    ]:
+        with subtests.test(options):
+            assert says in run_here(*shlex.split(f"plan {options} {DRIVES}")).output.splitlines()[-1]
 
 
 def test_cpu_is_measured_without_gpu_option(tmp_path: Path) -> None:
@@ -202,28 +195,28 @@ def test_daemon_bandwidth_and_wear_are_used(tmp_path: Path, monkeypatch: pytest.
     assert any("measured for two seconds" in line for line in planned(line)["assumptions"])
 
 
-@pytest.mark.parametrize("named", ["option", "config", "neither"])
-def test_runtime_folder_selects_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_runtime_folder_selects_daemon(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder comes from `--runtime-dir` or the settings file, and is kept in the planned settings."""
     asked: list[Path] = []
-
-    def ask(self: NodeDaemon, op: str, **values: object) -> None:
-        asked.append(self._socket.parent)
-
-    monkeypatch.setattr(NodeDaemon, "ask", ask)
+    monkeypatch.setattr(NodeDaemon, "ask", lambda self, op, **values: asked.append(self._socket.parent))
+    rates = {str(tmp_path): QuickRates(read=1e9, write=1e9, mixed=1e9)}
+    monkeypatch.setattr("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates)
     config = tmp_path / "some.toml"
     config.write_text(f'[storage]\npaths = ["{tmp_path}"]\n[telemetry]\nruntime_dir = "{tmp_path}/run"\n')
-    options = {
-        "option": f"--nvme {tmp_path} --runtime-dir {tmp_path}/run",
-        "config": f"--config {config}",
-        "neither": f"--nvme {tmp_path}",
-    }[named]
-    said = planned(f"plan --model tiny --host-memory 2MiB --tflops 0.05 --batch-tokens 512 --no-changes {options}")
-    assert tomllib.loads(said["toml"])["storage"]["paths"] == [str(tmp_path)]
-    assert (asked == [tmp_path / "run"]) == (named != "neither")
-    assert tomllib.loads(said["toml"]).get("telemetry") == (
-        None if named == "neither" else {"runtime_dir": f"{tmp_path}/run"}
-    )
+    for options, telemetry in (
+        (f"--nvme {tmp_path} --runtime-dir {tmp_path}/run", {"runtime_dir": f"{tmp_path}/run"}),
+        (f"--config {config}", {"runtime_dir": f"{tmp_path}/run"}),
+        (f"--nvme {tmp_path}", None),
+    ):
+        with subtests.test(options):
+            asked.clear()
+            line = f"plan --model tiny --host-memory 2MiB --tflops 0.05 --batch-tokens 512 --no-changes {options}"
+            settings = tomllib.loads(planned(line)["toml"])
+            assert settings["storage"]["paths"] == [str(tmp_path)]
+            assert settings.get("telemetry") == telemetry
+            assert (asked == [tmp_path / "run"]) == (telemetry is not None)
 
 
 def test_plan_that_does_not_fit_exits_with_status_1(tmp_path: Path) -> None:
@@ -269,24 +262,22 @@ def test_cores_default_to_those_of_the_accelerators_node(monkeypatch: pytest.Mon
     assert "32 CPU cores per rank (this machine's; set --cores)" in own["assumptions"]
 
 
-@pytest.mark.parametrize(
-    ("options", "bandwidth", "says"),
-    [
+def test_bandwidth_between_ranks_defaults_to_that_of_the_accelerator(subtests: pytest.Subtests) -> None:
+    for options, bandwidth, says in [
         ("--ranks 2", 360e9, "360 GB/s (80% of the links between accelerators in each direction; set --interconnect)"),
         ("--ranks 2 --nodes 2", 360e9, "the network between nodes is not included; set --interconnect"),
         ("--ranks 2 --gpu rtx4090", 12.5e9, "half of the link to the host, because data passes through host memory"),
         ("--ranks 2 --interconnect 5e9", 5e9, "5 GB/s (from --interconnect)"),
         ("--ranks 2 --tflops 400 --gpu-memory 80GiB", 360e9, "between accelerators"),
         ("", 0.0, ""),
-    ],
-)
-def test_bandwidth_between_ranks_defaults_to_that_of_the_accelerator(options: str, bandwidth: float, says: str) -> None:
-    found = planned(f"{QUICK} --no-changes {options}")
-    assert found["machine"]["interconnect"] == bandwidth
-    assert (found["seconds"]["collectives"]["busy"] > 0) == (bandwidth > 0)
-    said = [line for line in found["assumptions"] if line.startswith("communication between ranks")]
-    assert len(said) == (bandwidth > 0)
-    assert says in "".join(said)
+    ]:
+        with subtests.test(options):
+            found = planned(f"{QUICK} --no-changes {options}")
+            assert found["machine"]["interconnect"] == bandwidth
+            assert (found["seconds"]["collectives"]["busy"] > 0) == (bandwidth > 0)
+            said = [line for line in found["assumptions"] if line.startswith("communication between ranks")]
+            assert len(said) == (bandwidth > 0)
+            assert says in "".join(said)
 
 
 def test_unknown_bandwidth_between_ranks_is_stated() -> None:

@@ -75,12 +75,13 @@ def test_together_is_relative_to_sum_of_single_folders(places: list[Path]) -> No
         assert share == pytest.approx(total(found["paths"], load) / total(found["alone"], load), rel=1e-3)
 
 
-@pytest.mark.parametrize(("alone", "points"), [("point", 3), ("all", 12), ("no", 0)])
-def test_alone_option_selects_measurements(alone: str, points: int, places: list[Path]) -> None:
+def test_alone_option_selects_measurements(subtests: pytest.Subtests, places: list[Path]) -> None:
     """With a single folder, the option has no effect."""
-    found = run_here("probe", *places, *NO_FIO, "--alone", alone, "--json").summary
-    assert [len(one) for one in found["alone"].values()] == ([points, points] if points else [])
-    assert run_here("probe", places[0], *NO_FIO, "--alone", alone, "--json").summary["alone"] == {}
+    for alone, points in [("point", 3), ("all", 12), ("no", 0)]:
+        with subtests.test(alone=alone):
+            found = run_here("probe", *places, *NO_FIO, "--alone", alone, "--json").summary
+            assert [len(one) for one in found["alone"].values()] == ([points, points] if points else [])
+            assert run_here("probe", places[0], *NO_FIO, "--alone", alone, "--json").summary["alone"] == {}
 
 
 def test_out_writes_json_settings_and_plot(places: list[Path], tmp_path: Path) -> None:
@@ -113,22 +114,26 @@ def test_default_sizes_include_default_settings(places: list[Path], monkeypatch:
     assert (8 * MIB, StorageConfig().queue_depth) in sizes
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_report_fits_terminal_width(width: int, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_fits_terminal_width(
+    subtests: pytest.Subtests, places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers, settings and paths are not truncated."""
-    monkeypatch.chdir(places[0].parent)
-    words = ["probe", "a", "b[x]", *NO_FIO, "--sustained", "--sustained-bytes", "2MiB"]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": str(width)}, catch_exceptions=False)
-    assert done.exit_code == 0
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("paths = ")]
-    assert max(map(len, lines)) <= width
-    assert "…" not in done.stdout
-    words = " ".join(done.stdout.split())
-    for text in ("block depth read write mixed p50 p95 p99 max", "b[x], all folders busy at once", "64 KiB",
-                 "folder read together write together mixed together", "relative to the sum of the folders alone: read",
-                 "sustained writes, b[x]: too short", "the result was not stored", "[storage]"):  # fmt: skip
-        assert text in words
-    assert f"paths = [{', '.join(json.dumps(str(place)) for place in places)}]" in done.stdout
+    for width in [60, 80, 120]:
+        with subtests.test(width=width):
+            monkeypatch.chdir(places[0].parent)
+            words = ["probe", "a", "b[x]", *NO_FIO, "--sustained", "--sustained-bytes", "2MiB"]
+            done = CliRunner().invoke(app, words, env={"COLUMNS": str(width)}, catch_exceptions=False)
+            assert done.exit_code == 0
+            lines = [line for line in done.stdout.splitlines() if not line.startswith("paths = ")]
+            assert max(map(len, lines)) <= width
+            assert "…" not in done.stdout
+            words = " ".join(done.stdout.split())
+            for text in ("block depth read write mixed p50 p95 p99 max", "b[x], all folders busy at once", "64 KiB",
+                         "folder read together write together mixed together",
+                         "relative to the sum of the folders alone: read",
+                         "sustained writes, b[x]: too short", "the result was not stored", "[storage]"):  # fmt: skip
+                assert text in words
+            assert f"paths = [{', '.join(json.dumps(str(place)) for place in places)}]" in done.stdout
 
 
 def test_time_and_bytes_are_announced_first(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +150,7 @@ def test_time_and_bytes_are_announced_first(places: list[Path], monkeypatch: pyt
     assert "18 measurements of 0.02 s" in " ".join(one.errors.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_probe_removes_its_files(number: int, places: list[Path], tmp_path: Path) -> None:
     """The signal arrives during a measurement, when the file has already been unlinked."""
     (tmp_path / "tmp").mkdir(exist_ok=True)

@@ -40,14 +40,22 @@ def test_fio_output_is_parsed() -> None:
     assert found_in("fio: this kernel is old\n" + job()) == FioRun(bytes_per_second=12.0, written=11)
 
 
-@pytest.mark.parametrize(
-    "output",
-    ["", "nonsense", "{", "{}", '{"jobs": []}', '{"jobs": 5}', job(error=5), job(read=None),
-     job(read={"bw_bytes": "x"}), job(read={"bw_bytes": 0}, write={"bw_bytes": 0, "io_bytes": 0}), '{"jobs": [' * 3000],
-)  # fmt: skip
-def test_invalid_fio_output_raises_fio_error(output: str) -> None:
-    with pytest.raises(FioError, match="fio"):
-        found_in(output)
+def test_invalid_fio_output_raises_fio_error(subtests: pytest.Subtests) -> None:
+    for output in [
+        "",
+        "nonsense",
+        "{",
+        "{}",
+        '{"jobs": []}',
+        '{"jobs": 5}',
+        job(error=5),
+        job(read=None),
+        job(read={"bw_bytes": "x"}),
+        job(read={"bw_bytes": 0}, write={"bw_bytes": 0, "io_bytes": 0}),
+        '{"jobs": [' * 3000,
+    ]:
+        with subtests.test(output=output), pytest.raises(FioError, match="fio"):
+            found_in(output)
 
 
 @pytest.fixture
@@ -58,21 +66,22 @@ def place(tmp_path: Path) -> Path:
 
 
 @needs_fio
-@pytest.mark.parametrize("load", list(Load))
-@pytest.mark.parametrize("depth", [1, 4])
-def test_fio_measures_unlinked_file(load: Load, depth: int, place: Path) -> None:
+def test_fio_measures_unlinked_file(subtests: pytest.Subtests, place: Path) -> None:
     """fio respects its write limit and does not change the size of the file."""
-    (point,) = points_of([load], [64 << 10], [depth])
-    with open_target(str(place), [point], 4 * MIB, "threads", threading.Event()) as target:
-        if not target.file.direct:
-            pytest.skip("fio's asynchronous engines need O_DIRECT, which this file system does not support")
-        done = run_fio("fio", target, point, 0.2, 4 * MIB)
-        assert os.fstat(target.file.fd).st_size == 4 * MIB
-        assert os.listdir(place) == []
-    assert done.bytes_per_second > 0
-    assert (done.written > 0) == (load is not Load.READ)
-    assert done.written <= 4 * MIB
-    assert os.listdir(place) == []
+    for load, depth in ((Load.READ, 1), (Load.WRITE, 4), (Load.BOTH, 1)):
+        (point,) = points_of([load], [64 << 10], [depth])
+        with (
+            subtests.test(load=load),
+            open_target(str(place), [point], 4 * MIB, "threads", threading.Event()) as target,
+        ):
+            if not target.file.direct:
+                pytest.skip("fio's asynchronous engines need O_DIRECT, which this file system does not support")
+            done = run_fio("fio", target, point, 0.2, 4 * MIB)
+            assert os.fstat(target.file.fd).st_size == 4 * MIB
+            assert os.listdir(place) == []
+            assert done.bytes_per_second > 0
+            assert (done.written > 0) == (load is not Load.READ)
+            assert done.written <= 4 * MIB
 
 
 @needs_fio

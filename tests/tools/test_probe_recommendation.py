@@ -29,21 +29,18 @@ def measured(load: Load, block: int, depth: int, read: float, write: float) -> M
     )
 
 
-@pytest.mark.parametrize(
-    ("speeds", "best"),
-    [
+def test_best_size_prefers_defaults_then_smallest() -> None:
+    """Speeds within 3 % count as equal."""
+    assert usual_size() == USUAL
+    for speeds, best in [
         ({USUAL: 100.0, (MIB, 1): 102.9}, USUAL),  # equal: the defaults
         ({USUAL: 100.0, (MIB, 1): 104.0}, (MIB, 1)),
         ({USUAL: 50.0, (MIB, 8): 98.0, (MIB, 32): 100.0}, (MIB, 8)),  # the smallest that is equally fast
         ({USUAL: 50.0, (MIB, 8): 96.0, (MIB, 32): 100.0}, (MIB, 32)),
         ({(4 * MIB, 2): 100.0, (MIB, 8): 100.0}, (MIB, 8)),  # equal bytes in flight: the smaller request
         ({(MIB, 1): 0.0}, (MIB, 1)),
-    ],
-)
-def test_best_size_prefers_defaults_then_smallest(speeds: dict[tuple[int, int], float], best: tuple[int, int]) -> None:
-    """Speeds within 3 % count as equal."""
-    assert usual_size() == USUAL
-    assert best_size(speeds) == best
+    ]:
+        assert best_size(speeds) == best, speeds
 
 
 def test_mixed_speeds_sum_reads_and_writes_of_all_folders() -> None:
@@ -79,32 +76,33 @@ def choice(path: str, **values: object) -> Choice:
     return Choice(**(usual | values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"])
-def test_recommended_settings_can_be_loaded(name: str, tmp_path: Path) -> None:
+def test_recommended_settings_can_be_loaded(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """Folder names may contain any character."""
-    folder = tmp_path / name
-    folder.mkdir()
-    text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
-    storage = load_config(tomllib.loads(text)).storage
-    assert storage == StorageConfig(paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads")
-    file = tmp_path / "probe.toml"
-    file.write_text(text)
-    assert load_config(file).storage == storage
+    for name in ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"]:
+        with subtests.test(name=name):
+            folder = tmp_path / name
+            folder.mkdir()
+            text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
+            storage = load_config(tomllib.loads(text)).storage
+            assert storage == StorageConfig(
+                paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads"
+            )
+            file = tmp_path / "probe.toml"
+            file.write_text(text)
+            assert load_config(file).storage == storage
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+def test_invalid_recommendation_raises_config_error(subtests: pytest.Subtests) -> None:
+    for values, says in [
         ({"block_bytes": 1 << 31}, "request_bytes"),
         ({"depth": 5000}, "queue_depth"),
         ({"paths": ("bad\udcff",)}, "TOML"),
         ({"paths": ("missing/deep/er",)}, "cannot be created"),
-    ],
-)
-def test_invalid_recommendation_raises_config_error(values: dict[str, object], says: str) -> None:
-    invalid = choice("x", **values)
-    with pytest.raises(ConfigError, match=says):
-        settings_block(invalid.paths, invalid.block_bytes, invalid.depth, invalid.engine)
+    ]:
+        with subtests.test(says):
+            invalid = choice("x", **values)
+            with pytest.raises(ConfigError, match=says):
+                settings_block(invalid.paths, invalid.block_bytes, invalid.depth, invalid.engine)
 
 
 def test_reasons_explain_recommendation(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import getpass
 import io
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +104,18 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_ids_and_paths_are_not_truncated(width: int, terminal: bool) -> None:
+def test_ids_and_paths_are_not_truncated() -> None:
     """A terminal wraps long lines itself, and each path ends its line."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, highlight=False)
-    for one in _tables(FULL):
-        show_whole(console, one)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert len(lines) == 4 * 3 + 1
-    assert sum(line.startswith(f"{RUN_ID} ") for line in lines) == 3
-    assert sum(line.startswith("nvme0n1 ") for line in lines) == 1
-    assert sum(line.endswith(f"  {FOLDER}") for line in lines) == 2
-    assert lines[-2].endswith(f"  {FOLDER}/{RUN_ID}")
-    assert lines[-1].endswith(f"  /mnt/other/{RUN_ID}")
+    for width, terminal in product((40, 80, 120), (True, False)):
+        console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, highlight=False)
+        for one in _tables(FULL):
+            show_whole(console, one)
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        assert len(lines) == 4 * 3 + 1
+        assert sum(line.startswith(f"{RUN_ID} ") for line in lines) == 3
+        assert sum(line.startswith("nvme0n1 ") for line in lines) == 1
+        assert sum(line.endswith(f"  {FOLDER}") for line in lines) == 2
+        assert [line.split("  ")[-1] for line in lines[-2:]] == [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]
 
 
 def test_status_without_daemon_names_runtime_folder(folder: Path) -> None:

@@ -337,14 +337,15 @@ def _flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "scrub"])
-def test_wrong_folder_suggests_run_folder(command: str, trained: tuple[Path, str]) -> None:
+def test_wrong_folder_suggests_run_folder(subtests: pytest.Subtests, trained: tuple[Path, str]) -> None:
     """Neither a parent nor a child of the runs' folder is accepted."""
-    place, run_id = trained
-    for wrong, meant in ((place / "first" / run_id, place / "first"), (place, place / "first")):
-        status, output = _command(command, wrong)
-        assert status == 2
-        assert f"{wrong} contains no runs, but {meant} does" in output
+    for command in ["ls", "verify", "scrub"]:
+        with subtests.test(command=command):
+            place, run_id = trained
+            for wrong, meant in ((place / "first" / run_id, place / "first"), (place, place / "first")):
+                status, output = _command(command, wrong)
+                assert status == 2
+                assert f"{wrong} contains no runs, but {meant} does" in output
 
 
 def test_rm_without_stdin_requires_yes(trained: tuple[Path, str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import infinity
+from infinity.config import Config
 from infinity_daemon.main import app as daemon
 from infinity_tools.cli import COMMANDS, app
 from infinity_tools.progress import StepView, open_view
+from infinity_tools.shared_options import SETTINGS
 from support.command import SMALL, run_here
 
 VIEW = StepView(
@@ -37,9 +40,10 @@ def shown(width: int, total: int = 100_000) -> str:
     return lines[-1]
 
 
-@pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
-def test_progress_always_shows_step_loss_and_time_left(width: int) -> None:
-    assert re.search(r"step 1234/100000 .*loss 2\.346  13:43:03 left", shown(width))
+def test_progress_always_shows_step_loss_and_time_left(subtests: pytest.Subtests) -> None:
+    for width in [50, 60, 80, 120, 200]:
+        with subtests.test(width=width):
+            assert re.search(r"step 1234/100000 .*loss 2\.346  13:43:03 left", shown(width))
 
 
 def test_wider_terminal_shows_more() -> None:
@@ -68,32 +72,44 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, .
         yield from commands(below, (*words, name))
 
 
-@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
-@pytest.mark.parametrize("option", ["--version", "-h", "--help"])
-def test_every_command_has_version_and_help(words: tuple[str, ...], option: str) -> None:
+def test_every_command_has_version_and_help(subtests: pytest.Subtests) -> None:
     """Required arguments may be missing."""
-    done = run_here(*words, option)
-    assert done.status == 0
-    assert not done.errors
-    if option == "--version":
-        assert done.output == f"infinity {infinity.__version__}\n"
-    else:
-        assert f"Usage: {' '.join(['infinity', *words])}" in done.output
+    for words in commands(typer.main.get_command(app)):
+        for option in ("--version", "-h", "--help"):
+            with subtests.test(" ".join((*words, option))):
+                done = run_here(*words, option)
+                assert (done.status, done.errors) == (0, "")
+                said = f"infinity {infinity.__version__}\n" if option == "--version" else "Usage: infinity"
+                assert " ".join((said, *words)) in done.output or done.output == said
 
 
-@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
-def test_help_shows_every_option_in_full(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_every_option_in_full(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 columns, no name is truncated, and no meaningless upper bound is shown."""
     monkeypatch.setenv("COLUMNS", "80")
-    command: Any = typer.main.get_command(app)
-    for word in words:
-        command = command.commands[word]
-    shown = run_here(*words, "--help").output
-    assert max(map(len, shown.splitlines())) <= 80
-    names = {name for option in command.params for name in (*option.opts, *option.secondary_opts) if name[0] == "-"}
-    assert names <= {word.strip(",") for line in re.findall("^  -.*", shown, re.MULTILINE) for word in line.split()}
-    assert not re.search(r"-\S*…", shown)
-    assert not re.search(r"<=\d{6}", shown)
+    for words in commands(typer.main.get_command(app)):
+        command: Any = typer.main.get_command(app)
+        for word in words:
+            command = command.commands[word]
+        names = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        with subtests.test(" ".join(words)):
+            text = run_here(*words, "--help").output
+            shown = " ".join(re.findall("^  -.*", text, re.MULTILINE)).replace(",", " ").split()
+            assert max(map(len, text.splitlines())) <= 80
+            assert {name for name in names if name[0] == "-"} <= set(shown)
+            assert not re.search(r"-\S*…|<=\d{6}", text)
+
+
+def test_options_for_settings_are_the_same_in_every_command(subtests: pytest.Subtests) -> None:
+    """Their help comes from the declaration of the setting."""
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for setting, flag in SETTINGS.items():
+        section, key = setting.split(".")
+        document = getattr(Config(), section).__dataclass_fields__[key].metadata["doc"]
+        options = [one for name in ("train", "plan", "tune") for one in known[name].params if flag in one.opts]
+        with subtests.test(setting):
+            assert options
+            assert all(option.help.startswith(document) for option in options)
+            assert len({(option.help, option.metavar) for option in options}) == 1
 
 
 def test_help_lists_every_command_in_order() -> None:
@@ -101,38 +117,40 @@ def test_help_lists_every_command_in_order() -> None:
     assert [name for name in lines if name in COMMANDS] == [*COMMANDS]
 
 
-@pytest.mark.parametrize("option", ["--version", "-h", "--help"])
-def test_infinityd_version_and_help(option: str) -> None:
-    done = CliRunner().invoke(daemon, [option], prog_name="infinityd")
-    assert done.exit_code == 0
-    assert ("Usage: infinityd" if "h" in option else infinity.__version__) in done.output
+def test_infinityd_version_and_help() -> None:
+    for option, text in (
+        ("--version", infinity.__version__),
+        ("-h", "Usage: infinityd"),
+        ("--help", "Usage: infinityd"),
+    ):
+        done = CliRunner().invoke(daemon, [option], prog_name="infinityd")
+        assert (done.exit_code, text in done.output) == (0, True), option
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"), [("infinity st", "store"), ("infinity train --resume-s", "--resume-step")]
-)
-def test_shell_completion(typed: str, offered: str) -> None:
+def test_shell_completion(subtests: pytest.Subtests) -> None:
     """Commands and options are completed."""
-    environment = {
-        "_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1),
-    }  # fmt: skip
-    done = CliRunner().invoke(app, [], env=environment, prog_name="infinity")
-    assert offered in done.output.split()
+    for typed, offered in [("infinity st", "store"), ("infinity train --resume-s", "--resume-step")]:
+        with subtests.test(typed=typed):
+            environment = {
+                "_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1),
+            }  # fmt: skip
+            done = CliRunner().invoke(app, [], env=environment, prog_name="infinity")
+            assert offered in done.output.split()
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "tune"])
-def test_preset_list_as_json(command: str) -> None:
-    listed = json.loads(run_here(command, "--model", "list", "--json").output)
-    assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
-    assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
+def test_preset_list_as_json(subtests: pytest.Subtests) -> None:
+    for command in ["train", "plan", "tune"]:
+        with subtests.test(command=command):
+            listed = json.loads(run_here(command, "--model", "list", "--json").output)
+            assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
+            assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_brackets_are_not_interpreted_as_markup(terminal: bool) -> None:
+def test_brackets_are_not_interpreted_as_markup(subtests: pytest.Subtests) -> None:
     """Otherwise, a path with brackets would lose a part or raise an exception."""
-    for text in ("/mnt/[drive]/x", "http://[fe80::1]:9000/metrics", "/mnt/[/drive]"):
+    for text, terminal in product(("/mnt/[drive]/x", "http://[fe80::1]:9000/metrics", "/mnt/[/drive]"), (True, False)):
         console = Console(file=io.StringIO(), width=100, force_terminal=terminal, color_system=None)
-        with open_view(console, silent=False) as view:
+        with subtests.test(text, terminal=terminal), open_view(console, silent=False) as view:
             view.say(text)
         assert console.file.getvalue().strip() == text
 

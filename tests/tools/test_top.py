@@ -162,21 +162,21 @@ def test_old_finished_run_is_not_shown(runtime: Path, tmp_path: Path, monkeypatc
     assert Reader(runtime).read().runs == ()
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_unknown_daemon_answer_is_handled(
+    subtests: pytest.Subtests, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invalid values are treated as unknown, and no text changes the terminal."""
+    for answer in [
         {"runs": [None, 5, {"id": 5, "parts": {"compute": "x"}, "ranks": [{}], "io": 3, "host_cache": {"roles": []}}]},
         {"runs": [], "drives": {"a": 1}, "time": "now", "node": []},
         {"runs": [{"id": "\x1b[2J", "loss": "nan"}], "drives": [{"name": "/\n"}], "node": {"version": "\x07"}},
-    ],
-)
-def test_unknown_daemon_answer_is_handled(answer: dict, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invalid values are treated as unknown, and no text changes the terminal."""
-    monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
-    done = run_here("top", *FAST, "--runtime-dir", runtime, "--once")
-    assert done.status == 0, done.errors
-    assert not ESCAPE.search(done.output)
-    assert run_here("top", *FAST, "--runtime-dir", runtime, "--json").status == 0
+    ]:
+        with subtests.test(answer=answer):
+            monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
+            done = run_here("top", *FAST, "--runtime-dir", runtime, "--once")
+            assert done.status == 0, done.errors
+            assert not ESCAPE.search(done.output)
+            assert run_here("top", *FAST, "--runtime-dir", runtime, "--json").status == 0
 
 
 @pytest.mark.parametrize("with_daemon", [True, False])
@@ -231,19 +231,20 @@ def test_run_option_selects_by_id_prefix(runtime: Path, tmp_path: Path) -> None:
     assert not missing.output
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0, 1e-320])
-def test_extreme_gauge_values_are_shown(value: float, runtime: Path, tmp_path: Path) -> None:
-    (rank, _) = trained_ranks(runtime, tmp_path)
-    for metric in METRICS:
-        if metric.server == "rank" and metric.kind == "gauge":
-            for labels in label_sets(metric, ("nvme0",)):
-                rank.stats.gauge(metric.name, **dict(zip(metric.label_names, labels, strict=True))).set(value)
-    state = State(snapshot=Reader(runtime).read(), expanded=frozenset(["run-1"]))
-    assert state.snapshot.runs[0].step == 10
-    for width in (60, 300):
-        assert "run-1" in view(state, width, 40).plain
-    reported = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
-    json.loads(reported.output, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
+def test_extreme_gauge_values_are_shown(subtests: pytest.Subtests, runtime: Path, tmp_path: Path) -> None:
+    for value in [math.nan, math.inf, -math.inf, 1e308, -1.0, 1e-320]:
+        with subtests.test(value=value):
+            (rank, _) = trained_ranks(runtime, tmp_path)
+            for metric in METRICS:
+                if metric.server == "rank" and metric.kind == "gauge":
+                    for labels in label_sets(metric, ("nvme0",)):
+                        rank.stats.gauge(metric.name, **dict(zip(metric.label_names, labels, strict=True))).set(value)
+            state = State(snapshot=Reader(runtime).read(), expanded=frozenset(["run-1"]))
+            assert state.snapshot.runs[0].step == 10
+            for width in (60, 300):
+                assert "run-1" in view(state, width, 40).plain
+            reported = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
+            json.loads(reported.output, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
 
 
 def test_node_without_runs(runtime: Path) -> None:

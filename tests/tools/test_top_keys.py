@@ -98,23 +98,18 @@ def test_pause_freezes_figures(top: OnTerminal, runs: dict[str, CountedRank], tm
     top.shows("7.500")
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(60, 15), (120, 40), (30, 6)])
-def test_resize_redraws_at_once(top: OnTerminal, columns: int, lines: int) -> None:
+def test_resize_redraws_at_once(top: OnTerminal) -> None:
     """The help page remains open."""
-    top.press("?")
-    top.shows("press any key")
-    top.resize(columns, lines)
-    top.shows("help")
-    top.press("x")
-    top.press("?x")
-    top.shows("infinity top", "slow")
-
-    def fits() -> bool:
-        screen = top.screen
-        return len(screen) == lines and max(map(cell_len, screen)) <= columns
-
-    until(fits)
-    assert ("host cache" in "\n".join(top.screen)) == (columns == 120)
+    for columns, lines in ((60, 15), (120, 40), (30, 6)):
+        top.press("?")
+        top.shows("press any key")
+        top.resize(columns, lines)
+        top.shows("help")
+        top.press("x")
+        top.press("?x")
+        top.shows("infinity top", "slow")
+        until(lambda: len(top.screen) == lines and max(map(cell_len, top.screen)) <= columns)
+        assert ("host cache" in "\n".join(top.screen)) == (columns == 120)
 
 
 def test_ctrl_c_quits(top: OnTerminal) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-import pytest
 from rich.cells import cell_len
 
 from infinity.telemetry.metrics import PARTS, STALLS
@@ -34,11 +34,9 @@ def order(state: State) -> list[str]:
     return [one.id for one in state.runs]
 
 
-@pytest.mark.parametrize("name", sorted(views()))
-def test_view_matches_stored_text(name: str) -> None:
+def test_view_matches_stored_text() -> None:
     """`tests/support/top_state.py` regenerates the stored views."""
-    assert views()[name] == (VIEWS / name).read_text()
-    assert sorted(views()) == sorted(path.name for path in VIEWS.iterdir())
+    assert views() == {path.name: path.read_text() for path in VIEWS.iterdir()}
 
 
 def test_monitoring_guide_shows_current_view() -> None:
@@ -47,32 +45,29 @@ def test_monitoring_guide_shows_current_view() -> None:
     assert re.search(r"```text\n(.*?)```", section, re.DOTALL)[1] == shown(SAMPLE, 100) + "\n"
 
 
-@pytest.mark.parametrize("help", [False, True])
-@pytest.mark.parametrize("ascii", [False, True])
-def test_view_fits_any_screen_size(help: bool, ascii: bool) -> None:
+def test_view_fits_any_screen_size() -> None:
     """The state has more runs than lines, wide characters and long names."""
     many = [run(f"run-{number}", step=10.0**number, loss=-(10.0**number), status="idle") for number in range(20)]
     drives = (replace(DRIVE, name="盘" * 30), replace(DRIVE, name="/nvme/" + "盘" * 100, error="No such file"), DRIVE)
     snapshot = replace(SNAPSHOT, runs=(*many, DEAD, STARTING, run("x" * 128)), drives=drives, notes=("wide 盘 " * 40,))
-    state = replace(STATE, snapshot=snapshot, expanded=frozenset(one.id for one in many), ascii=ascii, help=help)
-    for width in (1, 7, 20, 40, 59, 60, 61, 80, 100, 143, 300):
-        for height in (1, 2, 3, 5, 8, 15, 24, 200):
-            lines = shown(state, width, height).split("\n")
-            assert len(lines) <= height, (width, height)
-            assert max(map(cell_len, lines)) <= width, (width, height)
-            assert all(line == line.rstrip() for line in lines)
-            assert not ascii or "".join(lines).isascii()
+    full = replace(STATE, snapshot=snapshot, expanded=frozenset(one.id for one in many))
+    widths, heights = (1, 20, 59, 60, 80, 100, 143, 300), (1, 2, 5, 8, 24, 200)
+    for ascii, help, width, height in product((False, True), (False, True), widths, heights):
+        lines = shown(replace(full, ascii=ascii, help=help), width, height).split("\n")
+        assert len(lines) <= height, (width, height)
+        assert max(map(cell_len, lines)) <= width, (width, height)
+        assert all(line == line.rstrip() for line in lines)
+        assert not ascii or "".join(lines).isascii()
 
 
-@pytest.mark.parametrize("height", range(8, 40))
-def test_selected_run_is_visible(height: int) -> None:
+def test_selected_run_is_visible() -> None:
     """The keys are visible too, and the drives if the screen has at least 12 lines."""
     state = state_with_runs(*(run(f"run-{number:02d}", step_seconds=1.0) for number in range(30)))
-    for number in (0, 1, 15, 28, 29):
+    for height, number in product((8, 9, 11, 12, 13, 16, 24, 39), (0, 1, 15, 28, 29)):
         text = shown(replace(state, chosen=f"run-{number:02d}"), 80, height)
-        assert f"> run-{number:02d}" in text
-        assert text.split("\n")[-1].startswith("q quit")
-        assert height < 12 or "nvme0n1" in text
+        assert f"> run-{number:02d}" in text, height
+        assert text.split("\n")[-1].startswith("q quit"), height
+        assert height < 12 or "nvme0n1" in text, height
 
 
 def test_expanded_run_shows_hidden_columns() -> None:

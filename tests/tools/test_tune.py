@@ -127,33 +127,22 @@ def test_resume_reuses_completed_trials(tuned: tuple[Path, dict[str, Any]], monk
     assert journal.read_text() == before
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGTERM])
-def test_stopped_search_keeps_only_its_journal(number: int, tmp_path: Path) -> None:
-    """No process or folder remains."""
-    process = begin(tmp_path)
-    started = workers(process.pid)
-    assert started
-    os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, errors
-    assert "Traceback" not in errors
-    assert "stopped: " in errors
-    assert ended(started)
-    assert leftovers(tmp_path) == []
-    assert not (tmp_path / "nvme").exists(), "the search created the folder"
-
-
-def test_ctrl_c_in_terminal_stops_search_cleanly(tmp_path: Path) -> None:
-    """A terminal signals all processes; the worker ignores the signal, and the search stops it."""
-    process = begin(tmp_path)
-    started = workers(process.pid)
-    for one in (*started, psutil.Process(process.pid)):
-        one.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in errors
-    assert ended(started)
-    assert leftovers(tmp_path) == []
+def test_stopped_search_keeps_only_its_journal(tmp_path: Path) -> None:
+    """No process or folder remains, also if Ctrl-C in a terminal signals all processes."""
+    for number, everyone in ((signal.SIGTERM, False), (signal.SIGINT, True)):
+        process = begin(tmp_path)
+        started = workers(process.pid)
+        assert started
+        for one in (*(started if everyone else ()), psutil.Process(process.pid)):
+            one.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 128 + number, errors
+        assert "Traceback" not in errors
+        assert "stopped: " in errors
+        assert ended(started)
+        assert leftovers(tmp_path) == []
+        assert not (tmp_path / "nvme").exists(), "the search created the folder"
+        (tmp_path / "tuned" / "trials.jsonl").unlink()
 
 
 def test_worker_cleans_up_after_killed_search(tmp_path: Path) -> None:
@@ -195,7 +184,8 @@ def test_killed_trial_is_recorded_as_failed(tmp_path: Path) -> None:
         process, tmp_path, lambda rows: "measured" in kinds(rows[2:])
     )  # it may skip unpromising candidates
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, "Traceback" in errors) == (128 + signal.SIGINT, False)
     assert [*kinds(rows[:2])] == ["measured", "failed"]
     assert rows[1]["outcome"]["reason"] == "the trial process was killed (out of memory?)"
     assert leftovers(tmp_path) == []

@@ -75,40 +75,42 @@ def test_journal_drops_trials_that_are_not_replayed(file: Path) -> None:
     assert depths == [32, 8]
 
 
-@pytest.mark.parametrize("tail", ['{"role": "cha', "null", '{"role": "change"}', "[]", "\x00"])
-def test_truncated_journal_line_is_ignored(tail: str, file: Path) -> None:
+def test_truncated_journal_line_is_ignored(subtests: pytest.Subtests, file: Path) -> None:
     """The next trial replaces it."""
-    file.write_text(file.read_text() + tail)
-    again = journal(file.parent, resume=True)
-    assert again.found == 2
-    again.answer("start", START)
-    again.answer("change", {**START, "storage.queue_depth": 64})
-    again.add("again", START, OUTCOME)
-    assert [json.loads(line).get("role") for line in file.read_text().splitlines()[1:]] == ["start", "change", "again"]
+    complete = file.read_text()
+    for tail in ['{"role": "cha', "null", '{"role": "change"}', "[]", "\x00"]:
+        file.write_text(complete + tail)
+        with subtests.test(tail=tail):
+            again = journal(file.parent, resume=True)
+            assert again.found == 2
+            again.answer("start", START)
+            again.answer("change", {**START, "storage.queue_depth": 64})
+            again.add("again", START, OUTCOME)
+            roles = [json.loads(line).get("role") for line in file.read_text().splitlines()[1:]]
+            assert roles == ["start", "change", "again"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
+def test_journal_of_different_search_is_rejected(subtests: pytest.Subtests, file: Path) -> None:
+    """The message lists the differences, and the file is unchanged."""
+    for changes, says in [
         ({"model": "llama-1b"}, "model llama-1b (was tiny)"),
         ({"nvme": ["/nvme1/run"]}, "nvme ['/nvme1/run'] (was ['/nvme0/run'])"),
         ({"storage.queue_depth": 1}, "storage.queue_depth 1 (was 32)"),
-    ],
-)
-def test_journal_of_different_search_is_rejected(changes: dict[str, Any], says: str, file: Path) -> None:
-    """The message lists the differences, and the file is unchanged."""
-    before = file.read_text()
-    with pytest.raises(ConfigError) as caught:
-        journal(file.parent, resume=True, about={**ABOUT, **changes})
-    assert says in str(caught.value)
-    assert file.read_text() == before
+    ]:
+        with subtests.test(says):
+            before = file.read_text()
+            with pytest.raises(ConfigError) as caught:
+                journal(file.parent, resume=True, about={**ABOUT, **changes})
+            assert says in str(caught.value)
+            assert file.read_text() == before
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": 9}', "5\n", "\n\n", "{}"])
-def test_invalid_journal_is_rejected(content: str, tmp_path: Path) -> None:
-    (tmp_path / "trials.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=r"trials\.jsonl .*`infinity tune`"):
-        journal(tmp_path, resume=True)
+def test_invalid_journal_is_rejected(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for content in ["", "{", "[]", "null", '{"format": 9}', "5\n", "\n\n", "{}"]:
+        with subtests.test(content=content):
+            (tmp_path / "trials.jsonl").write_text(content)
+            with pytest.raises(ConfigError, match=r"trials\.jsonl .*`infinity tune`"):
+                journal(tmp_path, resume=True)
 
 
 def test_existing_journal_requires_resume(file: Path) -> None:
@@ -191,22 +193,21 @@ def test_effects_are_medians_of_single_changes() -> None:
     assert rows == [{"setting": "storage.queue_depth", "value": 8, "ratio": 1.2, "trials": 3}]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_progress_view_fits_terminal_width(width: int) -> None:
+def test_progress_view_fits_terminal_width(subtests: pytest.Subtests) -> None:
     changes = {"update.schedule": "in_forward", "memory.page_bytes": 1 << 20, "storage.queue_depth": 128}
-    console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
-    with View(console, START, minutes=5, silent=False) as view:
-        view.begin(lambda: 61.0)
-        view.tried(trial(1, {}, 1.0))
-        view.improved(0.8, {**START, **changes})
-        view.trying("change", {**START, "storage.engine": "threads"}, START)
-        view._live.refresh()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
-    lines = re.split(r"[\r\n]+", text)
-    assert all(len(line.rstrip()) <= width for line in lines), lines
-    shown = " ".join(" ".join(lines).split())
-    for part in ("best so far", "20.0% less time", "engine threads", "trials 1", "time left 3:59", "queue_depth 128"):
-        assert part in shown, shown
+    parts = "best so far", "20.0% less time", "engine threads", "trials 1", "time left 3:59", "queue_depth 128"
+    for width in (40, 60, 80, 120):
+        console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
+        with View(console, START, minutes=5, silent=False) as view:
+            view.begin(lambda: 61.0)
+            view.tried(trial(1, {}, 1.0))
+            view.improved(0.8, {**START, **changes})
+            view.trying("change", {**START, "storage.engine": "threads"}, START)
+            view._live.refresh()
+        lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()))
+        with subtests.test(width=width):
+            assert max(len(line.rstrip()) for line in lines) <= width
+            assert [part for part in parts if part not in " ".join(" ".join(lines).split())] == []
 
 
 def test_progress_without_terminal_prints_lines() -> None:

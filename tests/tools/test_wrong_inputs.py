@@ -555,31 +555,33 @@ def error_lines(done: Finished) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED, *PLANS, *TUNE],
-    ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
+    "table",
+    [NAMES, NUMBERS, EMPTY, PATHS, TOGETHER, SETTINGS, MODELS, DEEPSPEED, PLANS, TUNE],
+    ids=["names", "numbers", "empty", "paths", "together", "settings", "models", "deepspeed", "plans", "tune"],
 )
 def test_invalid_command_prints_one_line_error(
-    case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: list[Wrong], subtests: pytest.Subtests, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The status is 2, and no file is changed."""
-    words = []
-    for word in case.words:
-        kind, _, text = word.partition(":")
-        if kind in ("TOML", "JSON"):
-            word = str(tmp_path / f"settings.{kind.lower()}")
-            Path(word).write_text(text)
-        words.append(word)
     monkeypatch.chdir(world)
     before = snapshot(world)
-    done = run_here(*words)
-    lines = error_lines(done)
-    assert done.status == 2, (done.status, done.errors, done.output)
-    assert len(lines) == 1, done.errors
-    assert lines[0].startswith("error: ")
-    assert all(text in lines[0] for text in case.says), lines[0]
-    assert not done.output
-    assert snapshot(world) == before
+    for case in table:
+        words = []
+        for word in case.words:
+            kind, _, text = word.partition(":")
+            if kind in ("TOML", "JSON"):
+                word = str(tmp_path / f"settings.{kind.lower()}")
+                Path(word).write_text(text)
+            words.append(word)
+        with subtests.test(" ".join(case.words)):
+            done = run_here(*words)
+            lines = error_lines(done)
+            assert done.status == 2, (done.status, done.errors, done.output)
+            assert len(lines) == 1, done.errors
+            assert lines[0].startswith("error: ")
+            assert all(text in lines[0] for text in case.says), lines[0]
+            assert not done.output
+            assert snapshot(world) == before
 
 
 LAUNCHED = {
@@ -606,21 +608,18 @@ ENVIRONMENTS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), ENVIRONMENTS, ids=lambda value: str(value)[:40])
-def test_incomplete_torchrun_environment_is_rejected(
-    changes: dict[str, str | None], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**LAUNCHED, **changes}.items():
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        dist, "is_initialized", lambda: False
-    )  # other tests in this process have created a process group
-    with pytest.raises(ConfigError) as caught:
-        infinity.mesh("cpu")
-    assert all(text in str(caught.value) for text in says), caught.value
+def test_incomplete_torchrun_environment_is_rejected(subtests: pytest.Subtests) -> None:
+    for changes, says in ENVIRONMENTS:
+        with subtests.test(changes=changes), pytest.MonkeyPatch.context() as monkeypatch:
+            for name, value in {**LAUNCHED, **changes}.items():
+                if value is None:
+                    monkeypatch.delenv(name, raising=False)
+                else:
+                    monkeypatch.setenv(name, value)
+            monkeypatch.setattr(dist, "is_initialized", lambda: False)  # other tests have created a process group
+            with pytest.raises(ConfigError) as caught:
+                infinity.mesh("cpu")
+            assert all(text in str(caught.value) for text in says), caught.value
 
 
 def test_unknown_device_is_rejected() -> None:
@@ -628,9 +627,9 @@ def test_unknown_device_is_rejected() -> None:
         infinity.mesh("tpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_invalid_infinityd_options_print_one_line_error(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a socket")
+    for options, says in [
         (["--port", "-1"], ("--port", "'-1'")),
         (["--port", "65536"], ("--port", "'65536'")),
         (["--port", "http"], ("--port", "'http'")),
@@ -648,71 +647,60 @@ def test_unknown_device_is_rejected() -> None:
         (["--socket", "s" * 200], ("socket path", "107")),
         (["--socket", "file"], ("'file'", "not a socket", "--socket")),
         (["--socket", "missing/s"], ("'missing/s'", "No such file")),
-    ],
-    ids=lambda value: " ".join(value)[:40],
-)
-def test_invalid_infinityd_options_print_one_line_error(
-    options: list[str], says: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("not a socket")
-    done = CliRunner().invoke(daemon, ["--runtime-dir", str(tmp_path / "run"), *options], prog_name="infinityd")
-    lines = done.stderr.splitlines()
-    assert done.exit_code == 2, done.output
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
-    assert all(text in lines[0] for text in says), lines[0]
+    ]:
+        with subtests.test(" ".join(options)):
+            done = CliRunner().invoke(daemon, ["--runtime-dir", str(tmp_path / "run"), *options], prog_name="infinityd")
+            lines = done.stderr.splitlines()
+            assert done.exit_code == 2, done.output
+            assert len(lines) == 1, lines
+            assert lines[0].startswith("error: ")
+            assert all(text in lines[0] for text in says), lines[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize(
-    ("line", "status", "says"),
-    [
-        ("store ls c", 0, "is ignored: Permission denied"),
-        ("store verify c", 0, "is ignored: Permission denied"),
-        ("store gc c --yes", 0, "is ignored: Permission denied"),
-        ("store ls locked", 2, "locked cannot be read: Permission denied"),
-        ("export c --out mine/x", 2, "is ignored: Permission denied"),
-        ("train --nvme locked", 2, "locked' cannot be opened: Permission denied"),
-        ("train --nvme closed", 2, "closed' is not writable"),
-        ("train --resume --nvme c", 2, "is ignored: Permission denied"),
-        ("train --out closed/o", 2, "'closed/o' cannot be created: Permission denied"),
-        ("train --data secret", 2, "secret cannot be read"),
-        ("train --data locked/x", 2, "locked/x cannot be read: Permission denied"),
-        ("train --config secret", 2, "'secret' cannot be read: Permission denied"),
-        ("train --model secret", 2, "'secret' cannot be read"),
-        ("train --model locked/x", 2, "'locked/x' is not a preset"),
-        ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' is not writable"),
-    ],
-)
 def test_files_of_another_user_are_ignored_or_rejected(
-    line: str, status: int, says: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Path(tempfile.mkdtemp(dir="/tmp"))  # other users cannot access pytest's folders
-    try:
-        place.chmod(0o755)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # other users cannot access pytest's folders
+        place = Path(folder)
         shutil.copytree(world / "c", place / "c")
-        for name, mode in (("mine", 0o777), ("tmp", 0o1777), ("locked", 0o700), ("closed", 0o755)):
-            (place / name).mkdir()
+        modes = {"": 0o755, "mine": 0o777, "tmp": 0o1777, "locked": 0o700, "closed": 0o755}
+        for name, mode in modes.items():
+            (place / name).mkdir(exist_ok=True)
             (place / name).chmod(mode)
         (place / "text").write_text("some words " * 1000)
         (place / "secret").touch(mode=0)
         monkeypatch.setattr(tempfile, "tempdir", str(place / "tmp"))
         monkeypatch.chdir(place)
-        first, *rest = line.split()
-        words = (
-            [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
-        )
         run_here("train", "--help")  # imports modules that another user cannot read
-        os.seteuid(65534)
-        try:
-            done = run_here(*words)
-        finally:
-            os.seteuid(0)
-    finally:
-        shutil.rmtree(place)
-    assert done.status == status, done.errors
-    assert says in done.errors.replace("\n", " ")
-    assert len(error_lines(done)) == 1, done.errors
+        for line, status, says in [
+            ("store ls c", 0, "is ignored: Permission denied"),
+            ("store verify c", 0, "is ignored: Permission denied"),
+            ("store gc c --yes", 0, "is ignored: Permission denied"),
+            ("store ls locked", 2, "locked cannot be read: Permission denied"),
+            ("export c --out mine/x", 2, "is ignored: Permission denied"),
+            ("train --nvme locked", 2, "locked' cannot be opened: Permission denied"),
+            ("train --nvme closed", 2, "closed' is not writable"),
+            ("train --resume --nvme c", 2, "is ignored: Permission denied"),
+            ("train --out closed/o", 2, "'closed/o' cannot be created: Permission denied"),
+            ("train --data secret", 2, "secret cannot be read"),
+            ("train --data locked/x", 2, "locked/x cannot be read: Permission denied"),
+            ("train --config secret", 2, "'secret' cannot be read: Permission denied"),
+            ("train --model secret", 2, "'secret' cannot be read"),
+            ("train --model locked/x", 2, "'locked/x' is not a preset"),
+            ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' is not writable"),
+        ]:
+            first, *rest = line.split()
+            options = [*SMALL[1:], "--steps", "1", "--data", "text", "--out", "mine/o"] if first == "train" else []
+            os.seteuid(65534)
+            try:
+                done = run_here(first, *options, *rest)
+            finally:
+                os.seteuid(0)
+            with subtests.test(line):
+                assert done.status == status, done.errors
+                assert says in done.errors.replace("\n", " ")
+                assert len(error_lines(done)) == 1, done.errors
 
 
 def test_only_one_rank_reports_error(tmp_path: Path) -> None:
@@ -726,11 +714,10 @@ def test_only_one_rank_reports_error(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("wrong", [{"num_key_value_heads": 3}, {"attention_dropout": 7}])
-def test_model_failing_in_first_step_prints_no_traceback(wrong: dict[str, int], tmp_path: Path) -> None:
+def test_model_failing_in_first_step_prints_no_traceback(tmp_path: Path) -> None:
     """The configuration is accepted, but the model fails in its first step."""
     file = tmp_path / "model.json"
-    file.write_text(json.dumps(llama(**wrong)))
+    file.write_text(json.dumps(llama(attention_dropout=7)))
     done = run_here(*SMALL, "--model", file, "--steps", "1", "--out", "o")
     assert done.status == 2
     assert "Traceback" not in done.errors

@@ -10,6 +10,7 @@ import typer
 
 from infinity.cli_errors import Command, Version, at_most, failures, finite, setting
 from infinity_tools.preset_list import list_presets
+from infinity_tools.shared_options import setting_option, shared_option
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
 
@@ -50,10 +51,7 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    activation_checkpointing: Annotated[
-        bool,
-        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_MODEL),
-    ] = False,
+    activation_checkpointing: Annotated[bool, shared_option("activation_checkpointing", _MODEL)] = False,
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -126,9 +124,7 @@ def train(
             rich_help_panel=_DATA,
         ),
     ] = 0,
-    batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per step, summed over all ranks.", rich_help_panel=_DATA)
-    ] = 512,
+    batch_tokens: Annotated[int, shared_option("batch_tokens", _DATA)] = 512,
     micro_tokens: Annotated[
         int | None,
         typer.Option(
@@ -140,16 +136,7 @@ def train(
             rich_help_panel=_DATA,
         ),
     ] = None,
-    loss_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Compute the logits and loss in slices of this many tokens, and recompute them in backward, "
-            "so that a large vocabulary needs less memory. [default: --micro-tokens, if given; otherwise "
-            "not sliced]",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
+    loss_tokens: Annotated[int | None, shared_option("loss_tokens", _DATA)] = None,
     seq: Annotated[
         int,
         typer.Option(
@@ -174,48 +161,11 @@ def train(
             rich_help_panel=_STATE,
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of the available "
-            "memory, divided among the ranks of the node]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    page_bytes: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.page_bytes"),
-            help="Maximum page size, such as 8MiB. [default: chosen automatically]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    state_format: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("state.format"),
-            help="State format: fp32 (14 bytes per bf16 parameter), split (12.125, bitwise equal to fp32), "
-            "bf16-moments (8.125) or 8bit (6.1875). [default: fp32]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("storage.engine"),
-            help="I/O engine: auto, io_uring or threads. [default: auto]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    update: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("update.schedule"),
-            help="Update schedule: auto, in_backward, in_forward or after_backward. [default: auto]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
+    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _STATE)] = None,
+    page_bytes: Annotated[str | None, setting_option("memory.page_bytes", _STATE)] = None,
+    state_format: Annotated[str | None, setting_option("state.format", _STATE)] = None,
+    engine: Annotated[str | None, setting_option("storage.engine", _STATE)] = None,
+    update: Annotated[str | None, setting_option("update.schedule", _STATE)] = None,
     checkpoint_every: Annotated[
         int,
         typer.Option(
@@ -261,33 +211,9 @@ def train(
             rich_help_panel=_STATE,
         ),
     ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("activations.tier"),
-            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. "
-            "[default: device]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    retained_checkpoints: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Number of checkpoints to keep; each takes as much space as the state. 0, only with --keep "
-            "never: reserve no space for checkpoints. [default: 1]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("run.keep"),
-            help="Whether to keep the state on NVMe after the run: auto (only if it has a checkpoint), always "
-            "or never. [default: auto]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
+    activations: Annotated[str | None, setting_option("activations.tier", _STATE)] = None,
+    retained_checkpoints: Annotated[int | None, setting_option("run.retained_checkpoints", _STATE)] = None,
+    keep: Annotated[str | None, setting_option("run.keep", _STATE)] = None,
     steps: Annotated[
         int,
         typer.Option(min=1, help="Total number of steps, including those before a resume.", rich_help_panel=_OPTIMIZER),
@@ -315,14 +241,7 @@ def train(
         float | None,
         typer.Option(min=0, callback=finite, help="Weight decay of AdamW. [default: 0.1]", rich_help_panel=_OPTIMIZER),
     ] = None,
-    max_grad_norm: Annotated[
-        float | None,
-        typer.Option(
-            help="Clip gradients to this global norm. Updates then wait until backward has finished. [default:"
-            " no clipping]",
-            rich_help_panel=_OPTIMIZER,
-        ),
-    ] = None,
+    max_grad_norm: Annotated[float | None, shared_option("max_grad_norm", _OPTIMIZER)] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -372,10 +291,7 @@ def train(
     json: Annotated[
         bool, typer.Option("--json", help="Print only the summary, as JSON.", rich_help_panel=_OUTPUT)
     ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with settings (docs/reference/settings.md); command-line options override it."),
-    ] = None,
+    config: Annotated[Path | None, shared_option("config")] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks to start on this machine, as with torchrun.")
     ] = None,

@@ -24,12 +24,10 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError, Unsuppo
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.resume_points import restore_settings, settings_of, with_resume_point
-from infinity.integrations.run_folders import make_durable
-from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
-from infinity.integrations.transformers.exports import move_export
+from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
+from infinity.integrations.resume_points import restore_settings, settings_of
+from infinity.integrations.transformers import unsupported_arguments
 from infinity.integrations.transformers.reference_models import sync_from_shards
-from infinity.integrations.transformers.trainer_checkpoints import Checkpoint
 from infinity.models.sharding import register_generate
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
@@ -42,14 +40,13 @@ with needs("trainer", "infinity.integrations.transformers"):
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_utils import rotate_checkpoints
 
     from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of, why_not_layer_major
 
 _log = logging.getLogger("infinity")
 _SCHEDULER = "scheduler.pt"  # names used by the Trainer
 _ARGUMENTS = "training_args.bin"
-_APART = "infinity-export"
-"""Subfolder that contains an export until the export is complete."""
 _HOOKS = (
     "create_optimizer", "evaluation_loop", "prediction_step", "end", "get_batch_samples", "training_step",
     "_defer_fsdp_gradient_reduction", "_clip_grad_norm", "_get_grad_norm", "log", "_save_checkpoint", "_save",
@@ -151,7 +148,9 @@ class _Offload:
     accumulation: Accumulation | None
     paged: PagedOptimizer | None = None
     """Offloaded optimizer. None until the run has started."""
-    resume: Checkpoint | None = None
+    checkpoints: Checkpoints | None = None
+    """Checkpoint folders of the run. None until the run has started."""
+    resume: Record | None = None
     """Checkpoint from which the run resumes, if any."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Settings of the param groups at the start of the run."""
@@ -196,10 +195,9 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 "used; call trainer.end() last, or resume in a new Trainer with train(resume_from_checkpoint=…)"
             )
         if state.paged is None:
-            settings, resume = state.settings, state.resume
-            if resume is not None:
-                settings = with_resume_point(settings, resume.run_id, resume.step)
+            settings = state.settings if state.resume is None else state.resume.resumed(state.settings)
             state.paged = state.begin(self.model, super().create_optimizer(), settings)
+            state.checkpoints = Checkpoints(state.paged, "call trainer.train(resume_from_checkpoint={})")
             state.groups = settings_of(state.paged)
             self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)
             self.optimizer._is_accelerate_prepared = True
@@ -271,43 +269,45 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint folder, save its infinity checkpoint, and then remove folders beyond the limit."""
-        args, state, paged = self.args, self._infinity, self._begin()
+        args, state = self.args, self._infinity
+        self._begin()
         if not unsupported_arguments.checkpoints(args):
             super()._save_checkpoint(model, trial)
             return
-        state.saving, args.save_total_limit = args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)  # with a limit, it would remove folders before the checkpoint exists
-        finally:
-            state.saving, args.save_total_limit = None, state.saving
-        ranks, run = Ranks.current(), paged.run
-        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        place, save = self._get_output_dir(trial=trial), super()._save_checkpoint
+        folder = Path(place, f"checkpoint-{self.state.global_step}")
 
-        def flush() -> None:
-            if folder.is_dir():  # ranks on another host may not see the folder
-                make_durable(folder)
+        def write() -> Path:
+            state.saving, args.save_total_limit = args.save_total_limit, None
+            try:
+                save(model, trial)  # with a limit, it would remove folders before the checkpoint exists
+            finally:
+                state.saving, args.save_total_limit = None, state.saving
+            folder.mkdir(parents=True, exist_ok=True)  # ranks on another host may not see the folder of rank 0
+            return folder
 
-        ranks.together("writing the checkpoint", flush)
-        paged.save_checkpoint(prefer=self._best_steps())
+        assert state.checkpoints is not None
+        state.checkpoints.save("save_checkpoint", folder, write, self._best_steps)
 
         def remove() -> None:
             if args.should_save:
-                trainer_checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.checkpoints)
+                rotate_checkpoints(place, args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
-        ranks.together("removing checkpoints", remove)
+        Ranks.current().together("removing checkpoints", remove)
 
     def _best_steps(self) -> list[int]:
         """Return a list with the step of the best checkpoint, or an empty list without one. Rank 0 decides."""
-        ranks, best = Ranks.current(), self.state.best_model_checkpoint
+        best = self.state.best_model_checkpoint
 
         def steps() -> list[int]:
-            own = trainer_checkpoints.checkpoints_in(self.args.output_dir)
-            return [checkpoint.step for checkpoint in own if best is not None and checkpoint.folder == Path(best)]
+            with contextlib.suppress(ConfigError):  # a damaged folder must not prevent a save
+                return [Record.read(Path(best)).step] if best is not None else []
+            return []
 
-        return ranks.agree(ranks.together("looking for the best checkpoint", steps))
+        return Ranks.current().on_first("looking for the best checkpoint", steps)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Export the weights or, for a checkpoint folder, only write the reference to the infinity checkpoint."""
+        """Export the weights. The weights of a checkpoint folder are in the infinity checkpoint."""
         self._begin()
         folder = Path(output_dir or self.args.output_dir)
         if self._infinity.saving is None:
@@ -315,13 +315,12 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         Ranks.current().together("saving the files next to the weights", partial(self._save_companions, folder))
 
     def _save_companions(self, folder: Path) -> None:
-        """Write the files that accompany weights and, for a checkpoint folder, the reference to its checkpoint."""
+        """Write the files that accompany weights."""
         args, state = copy.copy(self.args), self._infinity
         if not args.should_save:
             return
         if state.saving is not None:
-            paged = self._begin()
-            Checkpoint(folder, paged.run.folder.run_id, paged.steps).write()
+            folder.mkdir(parents=True, exist_ok=True)
             self._write_config(folder)
             args.save_total_limit = state.saving
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -336,19 +335,12 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _export(self, folder: Path) -> None:
         """Export the weights to a folder that may contain other files, such as checkpoints. A collective call."""
-        ranks, apart = Ranks.current(), folder / _APART
-
-        def clear() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(apart, ignore_errors=True)  # left by a process that was killed
-
+        self._begin()
         if peft_model(self.model) is not None:  # PEFT saves the adapters, which are small
-            self._begin()
             self.model.save_pretrained(folder)
             return
-        ranks.on_first("creating the export folder", clear)
-        self._begin().save_pretrained(apart)
-        ranks.on_first("moving the export", partial(move_export, apart, folder))
+        assert self._infinity.checkpoints is not None
+        self._infinity.checkpoints.export(folder)
 
     def _write_config(self, folder: Path) -> None:
         checkpoints = self._begin().run.folder.checkpoints
@@ -366,7 +358,9 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
         Raises:
             ConfigError, UnsupportedError: if the arguments were changed to an unsupported combination after `attach`.
-            CheckpointError: if the folder to resume from has no infinity checkpoint.
+            ConfigError: if the folder to resume from does not refer to an infinity checkpoint.
+            CheckpointError: if there is nothing to resume from, or the checkpoint was replaced.
+            InfinityError: if the run has already started from a different state.
         """
         unsupported_arguments.check(self)
         sync_from_shards(self)
@@ -380,41 +374,37 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             raise ConfigError(
                 f"{reason}, but attach() was called before; set it before attach(), or pass layer_major=False"
             )
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._last_checkpoint()
-        return super().train(resume_from_checkpoint, *args, **named)
+        resume = self._record_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
+        return super().train(str(resume) if resume else None, *args, **named)
 
-    def _last_checkpoint(self) -> str:
-        folder, paths = self.args.output_dir, self._infinity.settings.storage.paths
-        last, behind = trainer_checkpoints.newest(folder, paths, Ranks.current())
-        for other in behind:
-            _log.warning("%s is ignored, because its infinity checkpoint is not in %s", other, ", ".join(paths))
-        if last is None:
-            raise CheckpointError(
-                f"nothing to resume from: no checkpoint folder in {folder!r} refers to a checkpoint in "
-                f"{', '.join(paths)}"
+    def _record_to_resume(self, folder: str | bool) -> Path:
+        """Record the checkpoint from which the run resumes, and return its folder."""
+        state, ranks, paths = self._infinity, Ranks.current(), ", ".join(self._infinity.settings.storage.paths)
+        if isinstance(folder, bool):
+            out = self.args.output_dir
+            there = ranks.on_first("looking for checkpoints", partial(numbered_folders, out, "checkpoint-"))
+            found = Record.newest(there, state.settings, ranks)
+            if found is None:
+                raise CheckpointError(
+                    f"nothing to resume from: no checkpoint folder in {out!r} refers to a checkpoint in {paths}"
+                )
+            for later in there[: there.index(found[0])] if found[0] in there else []:
+                _log.warning("%s is ignored, because its infinity checkpoint is not in %s", later, paths)
+        else:
+            found = Record.of_checkpoint(Path(folder), state.settings, ranks)
+        place, state.resume = found
+        paged = state.paged
+        if paged is not None and (paged.run.folder.run_id, paged.steps) != (state.resume.run_id, state.resume.step):
+            raise InfinityError(
+                f"cannot resume from {str(place)!r}: this Trainer has already trained or evaluated, and its run is "
+                "active; call train(resume_from_checkpoint=…) before anything else, or in a new process"
             )
-        return str(last.folder)
+        if paged is not None:
+            state.groups = settings_of(paged)
+        return place
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Record the checkpoint from which the run resumes.
-
-        Raises:
-            CheckpointError: if the folder does not refer to an infinity checkpoint.
-            InfinityError: if the run has already started from a different state.
-        """
-        ranks = Ranks.current()
-        read = partial(Checkpoint.read, resume_from_checkpoint)
-        wanted = ranks.agree(ranks.together("reading the checkpoint", read))
-        paged = self._infinity.paged
-        if paged is not None and (paged.run.folder.run_id, paged.steps) != (wanted.run_id, wanted.step):
-            raise InfinityError(
-                f"cannot resume from {resume_from_checkpoint!r}: this Trainer has already trained or evaluated, and "
-                "its run is active; call train(resume_from_checkpoint=…) before anything else, or in a new process"
-            )
-        self._infinity.resume = wanted
-        if paged is not None:
-            self._infinity.groups = settings_of(paged)
+        """Do nothing, because the run resumes from the infinity checkpoint when it starts."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the scheduler, and undo the changes that creating it has made to the optimizer's param groups."""
@@ -424,15 +414,16 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, one parameter at a time. The optimizer state is unchanged."""
-        folder, best = self._begin().run.folder, Checkpoint.read(self.state.best_model_checkpoint)
+        folder, place = self._begin().run.folder, self.state.best_model_checkpoint
+        best = Record.read(Path(place))
         if best.run_id != folder.run_id:
             _log.warning(
                 "keeping the last weights: %s belongs to run %s, before the number of ranks or the pages changed; "
                 "to export the best weights, run `infinity export --run %s --step %d`",
-                best.folder, best.run_id, best.run_id, best.step,
+                place, best.run_id, best.run_id, best.step,
             )  # fmt: skip
             return
-        _log.info("loaded the best weights, from %s (%s)", best.folder, self.state.best_metric)
+        _log.info("loaded the best weights, from %s (%s)", place, self.state.best_metric)
         Ranks.current().together("reading the best weights", partial(self._take_over, best.step))
 
     @torch.no_grad()

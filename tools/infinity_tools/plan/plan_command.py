@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from infinity.cli_errors import Version, at_most, finite, setting
+from infinity.cli_errors import Version, at_most, finite
 from infinity_tools.output import check_out, write_out
 from infinity_tools.preset_list import list_presets
+from infinity_tools.shared_options import setting_option, shared_option
 from infinity_tools.signals import StopRequest
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
@@ -67,12 +68,7 @@ def plan(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.", rich_help_panel=_MODEL)] = "bf16",
-    batch_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, callback=at_most(10**12), help="Tokens per step, summed over all ranks.", rich_help_panel=_RUN
-        ),
-    ] = 8192,
+    batch_tokens: Annotated[int, shared_option("batch_tokens", _RUN)] = 8192,
     seq: Annotated[
         int | None,
         typer.Option(
@@ -91,15 +87,7 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = None,
-    loss_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Compute the logits and loss in slices of this many tokens, as with `infinity train`. [default: a "
-            "whole micro-batch]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
+    loss_tokens: Annotated[int | None, shared_option("loss_tokens", _RUN)] = None,
     loop: Annotated[
         bool,
         typer.Option(
@@ -108,10 +96,7 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = False,
-    activation_checkpointing: Annotated[
-        bool,
-        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_RUN),
-    ] = True,
+    activation_checkpointing: Annotated[bool, shared_option("activation_checkpointing", _RUN)] = True,
     clip: Annotated[
         bool, typer.Option("--clip", help="Clip gradients by their global norm.", rich_help_panel=_RUN)
     ] = False,
@@ -155,15 +140,7 @@ def plan(
             rich_help_panel=_MACHINE,
         ),
     ] = None,
-    update_cores: Annotated[
-        int | None,
-        typer.Option(
-            callback=setting("update.cores"),
-            help="CPU cores per rank reserved for updates. 0: none. [default: with an accelerator, as many of --cores "
-            "as a run would use; otherwise 0]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
+    update_cores: Annotated[int | None, setting_option("update.cores", _RUN)] = None,
     cores: Annotated[
         int | None,
         typer.Option(
@@ -182,15 +159,7 @@ def plan(
             rich_help_panel=_MACHINE,
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank, such as 64GiB. [default: a quarter of this machine's available "
-            "memory, divided among the ranks of a node]",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None,
+    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _MACHINE)] = None,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
@@ -227,54 +196,13 @@ def plan(
         str | None,
         typer.Option(help="Rated write endurance per drive, such as 1200TB.", rich_help_panel=_MACHINE),
     ] = None,
-    runtime: Annotated[
-        str | None,
-        typer.Option(
-            "--runtime-dir",
-            help="Runtime folder of infinityd, which may have measured the drives. [default: telemetry.runtime_dir]",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None,
-    page_bytes: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.page_bytes"),
-            help="Maximum page size, such as 8MiB. [default: chosen automatically]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    state_format: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("state.format"),
-            help="State format: fp32, split, bf16-moments or 8bit. [default: fp32]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    update: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("update.schedule"),
-            help="Update schedule: auto, in_backward, in_forward or after_backward. [default: auto]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("activations.tier"),
-            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. [default: "
-            "device]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    retained_checkpoints: Annotated[
-        int | None, typer.Option(min=0, help="Number of checkpoints to keep. [default: 1]", rich_help_panel=_RUN)
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with settings; command-line options override it.", rich_help_panel=_RUN),
-    ] = None,
+    runtime: Annotated[str | None, setting_option("telemetry.runtime_dir", _MACHINE)] = None,
+    page_bytes: Annotated[str | None, setting_option("memory.page_bytes", _RUN)] = None,
+    state_format: Annotated[str | None, setting_option("state.format", _RUN)] = None,
+    update: Annotated[str | None, setting_option("update.schedule", _RUN)] = None,
+    activations: Annotated[str | None, setting_option("activations.tier", _RUN)] = None,
+    retained_checkpoints: Annotated[int | None, setting_option("run.retained_checkpoints", _RUN)] = None,
+    config: Annotated[Path | None, shared_option("config", _RUN)] = None,
     changes: Annotated[
         bool, typer.Option(help="Also list the changes that would help most.", rich_help_panel=_OUTPUT)
     ] = True,

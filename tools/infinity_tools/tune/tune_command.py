@@ -13,6 +13,7 @@ from rich.console import Console
 from infinity.cli_errors import Version, finite, setting
 from infinity.config import load_config
 from infinity_tools.preset_list import list_presets
+from infinity_tools.shared_options import setting_option, shared_option
 
 if TYPE_CHECKING:
     from infinity_tools.tune.trial import Workload
@@ -37,33 +38,15 @@ def tune(
         typer.Option(help="Compute dtype: bf16, fp32 or auto (bf16 if the processor supports it).",
                      rich_help_panel=_MODEL),
     ] = "auto",
-    activation_checkpointing: Annotated[
-        bool,
-        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_MODEL),
-    ] = False,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.", rich_help_panel=_MODEL)] = 512,
+    activation_checkpointing: Annotated[bool, shared_option("activation_checkpointing", _MODEL)] = False,
+    batch_tokens: Annotated[int, shared_option("batch_tokens", _MODEL)] = 512,
     micro_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens per micro-batch. [default: the whole batch]", rich_help_panel=_MODEL),
     ] = None,
-    loss_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Compute the logits and loss in slices of this many tokens, as with `infinity train`. [default: a "
-            "whole micro-batch]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
+    loss_tokens: Annotated[int | None, shared_option("loss_tokens", _MODEL)] = None,
     seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_MODEL)] = 256,
-    max_grad_norm: Annotated[
-        float | None,
-        typer.Option(
-            help="Clip gradients to this global norm, as in the training run. Updates then wait until backward has "
-            "finished. [default: no clipping]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
+    max_grad_norm: Annotated[float | None, shared_option("max_grad_norm", _MODEL)] = None,
     threads: Annotated[
         int, typer.Option(min=0, max=4096, help="CPU threads. 0: PyTorch's default.", rich_help_panel=_MODEL)
     ] = 0,
@@ -75,29 +58,9 @@ def tune(
             rich_help_panel=_STATE,
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.host_bytes"),
-            help="Maximum size of the host cache, such as 2GiB. [default: from --config, or else a quarter of the "
-            "available memory]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("activations.tier"),
-            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. [default: from "
-            "--config, or else device]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with the initial settings. [default: infinity's defaults]",
-                     rich_help_panel=_STATE),
-    ] = None,
+    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _STATE)] = None,
+    activations: Annotated[str | None, setting_option("activations.tier", _STATE)] = None,
+    config: Annotated[Path | None, shared_option("config", _STATE)] = None,
     allow_format: Annotated[
         str,
         typer.Option(

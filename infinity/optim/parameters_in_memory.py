@@ -1,8 +1,9 @@
-"""Updates of the parameters that FSDP2 does not shard: the `ignored_params` of `fully_shard`.
+"""Parameters that stay in memory together with their optimizer state.
 
-Such a parameter, for example the logit scale of CLIP, is an ordinary tensor that is the same on every rank. It stays in
-memory, and so does its optimizer state. A copy of the base optimizer that has only these parameters updates them. As
-in any FSDP2 run, their gradients are not reduced.
+They are the parameters of FSDP modules without `NVMeOffloadPolicy` if other FSDP modules have it, and the
+`ignored_params` of `fully_shard`. An ignored parameter, for example the logit scale of CLIP, is an ordinary tensor that
+is the same on every rank. As in any FSDP2 run, its gradients are not reduced. A copy of the base optimizer that has
+only the parameters in memory updates them.
 """
 
 from __future__ import annotations
@@ -23,41 +24,56 @@ _STATE_BYTES = 4096
 """Size of a state in a file, in addition to its elements."""
 
 
-class IgnoredParameters:
-    """The ignored parameters of a model, and the optimizer that updates them.
+class ParametersInMemory:
+    """The parameters of a model that are not paged, and the optimizer that updates them.
 
     Args:
-        parameters: ignored parameters, by name.
+        ignored: ignored parameters, by name.
+        sharded: parameters of FSDP modules that stay in memory, by shard.
         optimizer: base optimizer, whose param groups may contain them.
         kernel: update kernel created from the optimizer.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, kernel: UpdateKernel
+        self,
+        ignored: Mapping[str, nn.Parameter],
+        sharded: Mapping[int, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        kernel: UpdateKernel,
     ) -> None:
         self._base, self._kernel = optimizer, kernel
         self._numbers: dict[int, int] = {}  # number of the param group, by id of the parameter
-        self.trained: dict[str, nn.Parameter] = {}
+        self.ignored: dict[str, nn.Parameter] = {}
         """Ignored parameters that are in the optimizer, by name."""
-        name_of = {id(param): name for name, param in parameters.items()}
+        self.sharded = dict(sharded)
+        """Parameters of FSDP modules that stay in memory, by shard."""
+        name_of = {id(param): name for name, param in ignored.items()}
+        trained = {id(param) for param in sharded.values() if param.requires_grad}
         groups = []
         self._bases: list[int] = []  # numbers of the base optimizer's groups, for each group of the copy
         for number, group in enumerate(optimizer.param_groups):
-            if params := [param for param in group["params"] if id(param) in name_of]:
-                groups.append({**snapshot(group), "params": params})
-                self._bases.append(number)
-                self._numbers.update((id(param), number) for param in params)
-                self.trained.update((name_of[id(param)], param) for param in params)
+            # In groups of their own, because PyTorch's foreach kernels do not accept both kinds together
+            for known in (name_of, trained):
+                if params := [param for param in group["params"] if id(param) in known]:
+                    groups.append({**snapshot(group), "params": params})
+                    self._bases.append(number)
+                    self._numbers.update((id(param), number) for param in params)
+            self.ignored.update((name_of[id(p)], p) for p in group["params"] if id(p) in name_of)
         self._optimizer = kernel.template.over(groups)
         self._step = torch_private.unhooked_step(self._optimizer)
 
     def __contains__(self, param: object) -> bool:
         """Return whether a parameter is an ignored parameter in the optimizer."""
-        return id(param) in self._numbers
+        return any(param is other for other in self.ignored.values())
+
+    @property
+    def have_gradients(self) -> bool:
+        """``True`` if one of the parameters has a gradient."""
+        return any(param.grad is not None for group in self._optimizer.param_groups for param in group["params"])
 
     def prepare(self) -> None:
         """Copy the current settings of the base optimizer, which its step will change."""
-        if not self.trained:
+        if not self._bases:
             return
         vars(self._optimizer).update({name: copied(value) for name, value in self._kernel.own().items()})
         for group, number in zip(self._optimizer.param_groups, self._bases, strict=True):
@@ -70,20 +86,36 @@ class IgnoredParameters:
 
     def step(self) -> None:
         """Update the parameters that have gradients, with the settings at the time of `prepare`."""
-        if not self.trained:
+        if not self._bases:
             return
         if self._kernel.builds:
-            for param in self.trained.values():
-                if param not in self._optimizer.state:
-                    self._optimizer.state[param] = self._initial(param, param)
+            for param in (param for group in self._optimizer.param_groups for param in group["params"]):
+                self._create_state(param)
         self._step()
+
+    def _create_state(self, param: nn.Parameter) -> None:
+        if param not in self._optimizer.state:
+            self._optimizer.state[param] = self._initial(param, param)
 
     def switch(self, method: str) -> None:
         """Call a method that changes the mode of the optimizer, such as ``train``."""
-        if self.trained:
+        if self._bases:
             getattr(self._optimizer, method)()
 
-    # State #
+    def state_of_shard(self, shard: int) -> dict[str, Any]:
+        """Return the state of a parameter of an FSDP module that stays in memory; empty if it was never updated."""
+        param = self.sharded[shard]
+        if self._kernel.builds and id(param) in self._numbers:
+            self._create_state(param)
+        return dict(self._optimizer.state.get(param, {}))
+
+    def replace_state_of_shard(self, shard: int, values: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter of an FSDP module that stays in memory by `values`, which are not copied."""
+        self._optimizer.state.pop(self.sharded[shard], None)
+        if values:
+            self._optimizer.state[self.sharded[shard]] = dict(values)
+
+    # State of ignored parameters #
 
     def state_of(self, param: nn.Parameter, *, initial: bool = False) -> dict[str, Any]:
         """Return the state of a parameter. If it has none, return the initial state or an empty dict."""
@@ -110,7 +142,7 @@ class IgnoredParameters:
             for state in (initial, values)
         )
         if expected != found:
-            (name,) = (name for name, trained in self.trained.items() if trained is param)
+            (name,) = (name for name, trained in self.ignored.items() if trained is param)
             raise ValueError(
                 f"the state dict has {found} for {name}, but this optimizer keeps {expected or 'no state'} for it. "
                 "Load the state of the same optimizer."
@@ -128,18 +160,19 @@ class IgnoredParameters:
         """Return the maximum size of the result of `get_extra_state` in a file, in bytes."""
         states = [
             value
-            for param in self.trained.values()
+            for param in self.ignored.values()
             for value in self._initial(param, torch.ones(param.shape, dtype=param.dtype)).values()
         ]
         return sum(_STATE_BYTES + (value.nbytes if isinstance(value, torch.Tensor) else 0) for value in states)
 
     def clear_state(self) -> None:
-        """Discard the state of all parameters."""
-        self._optimizer.state.clear()
+        """Discard the state of all ignored parameters."""
+        for param in self.ignored.values():
+            self._optimizer.state.pop(param, None)
 
     def get_extra_state(self) -> dict[str, tuple[int, dict[str, Any]]] | None:
         """Return the param group and the state of each parameter, by name; None if there are no such parameters."""
-        return {name: (self._numbers[id(param)], self.state_of(param)) for name, param in self.trained.items()} or None
+        return {name: (self._numbers[id(param)], self.state_of(param)) for name, param in self.ignored.items()} or None
 
     def set_extra_state(self, saved: Mapping[str, tuple[int, Mapping[str, Any]]]) -> None:
         """Restore the result of `get_extra_state`.
@@ -147,10 +180,10 @@ class IgnoredParameters:
         Raises:
             ValueError: if it has other parameters, or they are in other param groups.
         """
-        here = {name: self._numbers[id(param)] for name, param in self.trained.items()}
+        here = {name: self._numbers[id(param)] for name, param in self.ignored.items()}
         if different := sorted(here.items() ^ {(name, number) for name, (number, _) in saved.items()}):
             raise ValueError(
                 f"{different[0][0]} is missing or in a different param group. Create the optimizer as it was then."
             )
-        self._optimizer.state.clear()
-        self._optimizer.state.update({self.trained[name]: dict(state) for name, (_, state) in saved.items() if state})
+        self.clear_state()
+        self._optimizer.state.update({self.ignored[name]: dict(state) for name, (_, state) in saved.items() if state})

@@ -1,0 +1,75 @@
+"""Options that several commands share, so that the same thing has the same name and help in each of them.
+
+An option for a setting takes its help, range and default from the declaration of the setting in `infinity.config`.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any, Final
+
+import typer
+
+from infinity.cli_errors import at_most, setting
+from infinity.config import Config
+from infinity.units import LARGEST
+
+SETTINGS: Final = {
+    "storage.engine": "--engine",
+    "memory.host_bytes": "--host-memory",
+    "memory.page_bytes": "--page-bytes",
+    "state.format": "--state-format",
+    "update.schedule": "--update",
+    "update.cores": "--update-cores",
+    "activations.tier": "--activations",
+    "run.retained_checkpoints": "--retained-checkpoints",
+    "run.keep": "--keep",
+    "telemetry.runtime_dir": "--runtime-dir",
+}
+"""Name of the option for each setting."""
+_OTHERS: Final[dict[str, dict[str, Any]]] = {
+    "activation_checkpointing": {"help": "Keep only the layer inputs and recompute the layers in backward."},
+    "batch_tokens": {"min": 1, "callback": at_most(10**12), "help": "Tokens per step, summed over all ranks."},
+    "loss_tokens": {
+        "min": 1,
+        "help": "Compute the logits and loss in slices of this many tokens, and recompute them in backward, so that a "
+        "large vocabulary needs less memory. [default: a whole micro-batch, not sliced]",
+    },
+    "max_grad_norm": {
+        "help": "Clip gradients to this global norm. Updates then wait until backward has finished. [default: no "
+        "clipping]"
+    },
+    "config": {"help": "TOML file with settings (docs/reference/settings.md); command-line options override it."},
+}
+"""Options that are not settings, by parameter name."""
+
+
+def setting_option(name: str, panel: str) -> Any:
+    """Return the option for a setting. Its value is None if the option is not passed.
+
+    Args:
+        name: Name of the setting, a key of `SETTINGS`.
+        panel: Heading under which the help lists the option.
+    """
+    section, key = name.split(".")
+    settings = getattr(Config(), section)
+    metadata, default = settings.__dataclass_fields__[key].metadata, getattr(settings, key)
+    more: dict[str, Any] = {}
+    if metadata["size"]:
+        more["metavar"] = "SIZE"
+    elif typing.get_type_hints(type(settings))[key] is int:
+        more["min"] = metadata["minimum"]
+        more["max"] = None if metadata["maximum"] == LARGEST else metadata["maximum"]
+    example = "such as 64MiB; " if metadata["size"] else ""
+    shown = f"{metadata['doc']} [{example}default: {default}]" if default != "" else metadata["doc"]
+    return typer.Option(SETTINGS[name], callback=setting(name), help=shown, rich_help_panel=panel, **more)
+
+
+def shared_option(name: str, panel: str | None = None) -> Any:
+    """Return an option that is not a setting.
+
+    Args:
+        name: Name of the parameter, a key of `_OTHERS`.
+        panel: Heading under which the help lists the option.
+    """
+    return typer.Option(rich_help_panel=panel, **_OTHERS[name])
