@@ -18,6 +18,7 @@ EXTRAS = {
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
     "trainer": ("transformers", "tokenizers", "accelerate"),
+    "train": ("trl", "datasets", "pyarrow", "peft", "accelerate", "transformers", "tokenizers", "yaml"),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
     "torchtitan": ("torchtitan", "tyro"),
