@@ -54,7 +54,7 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
     """Run `infinity` in this process. Without `picture`, training does not draw summary.png, which takes 0.5 s."""
     with ExitStack() as stack:
         if arguments[:1] == ("train",) and not picture:
-            stack.enter_context(patch("infinity_tools.loop.write_picture", autospec=True))
+            stack.enter_context(patch("infinity_tools.train.run.write_picture", autospec=True))
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

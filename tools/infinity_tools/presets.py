@@ -107,8 +107,8 @@ def find_model(name: str, *, download: bool = False) -> ModelSource:
             near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model in the Hub "
-                f"cache{hint}"
+                f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model "
+                f"{'on the Hub' if download else 'in the Hub cache'}{hint}"
             )
         path = cached
     if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:

@@ -52,7 +52,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
-            help="Freeze the model and train LoRA adapters of rank r, as with `infinity train`.",
+            help="Freeze the model and train LoRA adapters of rank r.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -95,7 +95,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Compute the logits and loss in slices of this many tokens, as with `infinity train`. [default: a "
+            help="Compute the logits and loss in slices of this many tokens (`infinity.sliced_loss`). [default: a "
             "whole micro-batch]",
             rich_help_panel=_RUN,
         ),

@@ -21,6 +21,7 @@ from infinity import Config
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.optional_dependencies import needs
+from infinity.units import format_setting
 from infinity.untrusted_files import read_regular
 from infinity_tools.presets import PRESETS
 
@@ -227,12 +228,27 @@ def _setting(key: str, value: Any) -> Any:
     """Return the value of a setting. Words of the command line are read as in TOML."""
     parts = [_toml(item) for item in value] if isinstance(value, list) else [value]
     name = key.partition(".")[2]
-    default: Any = Config()
-    for part in name.split("."):
-        default = getattr(default, part, None)
-    found = parts if isinstance(default, tuple) else _single(key, parts)
-    Config().with_values(**{name: found})
-    return found
+    many = isinstance(_value_in(Config(), name), tuple)
+    return _value_in(Config().with_values(**{name: parts if many else _single(key, parts)}), name, plain=True)
+
+
+def _value_in(settings: Config, name: str, *, plain: bool = False) -> Any:
+    """Return the value of a setting, or None if there is none of this name. `plain`: as it is written in a recipe."""
+    section, _, key = name.partition(".")
+    part = getattr(settings, section, None)
+    value = getattr(part, key, None)
+    if plain and isinstance(value, tuple):
+        return list(value)
+    sizes = {field.name for field in fields(part) if field.metadata.get("size")} if plain else set()
+    return format_setting(value) if key in sizes and isinstance(value, int) else value
+
+
+def with_settings(recipe: Recipe, settings: Config) -> Recipe:
+    """Return a recipe with all settings that differ from their defaults, except those of one start of a run."""
+    names = [name for name in _settings() if name not in ("telemetry.timeline",)]
+    changed = [name for name in names if _value_in(settings, name) != _value_in(Config(), name)]
+    rest = {key: value for key, value in recipe.items() if not key.startswith("offload.")}
+    return rest | {f"offload.{name}": _value_in(settings, name, plain=True) for name in changed}
 
 
 def _toml(word: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import infinity
 from infinity import Config, PagedOptimizer, load_config
-from infinity.config import check_config, runtime_dir
+from infinity.config import check_config, runtime_dir, with_absolute_paths
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.models.building import attention_of, one_line
 from infinity.optional_dependencies import needs
@@ -97,6 +97,8 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     given = recipes.checked(given, str(given.get("method", "sft")))
     recipe, before = resume.merged(given, options.resume)
     settings = load_config(options.config).with_values(**recipes.settings_of(recipe))
+    settings = with_absolute_paths(settings)
+    recipe = recipes.with_settings(recipe, settings)
     if options.trace:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
@@ -267,7 +269,7 @@ class Run:
             "auto_class": CAUSAL,
             "adapters": self._adapters(adapters) if adapters else None,
             "dtype": "auto" if adapters else torch.float32,
-            "mp_policy": policy,
+            "mp_policy": MixedPrecisionPolicy(compute, torch.float32),
             "mesh": mesh,
             "attn_implementation": attention_of(source.config, CAUSAL),
         }
