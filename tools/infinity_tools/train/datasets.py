@@ -186,7 +186,9 @@ def _open(names: Sequence[str], split: str, option: str, preferred: Sequence[str
     found = []
     names = [os.path.expanduser(name) for name in names]
     for name in names:
-        if not os.path.exists(name) and (_suffix(Path(name)) in _TABLES or name.count("/") > 1 or name[:1] in (".", "/")):
+        if not os.path.exists(name) and (
+            _suffix(Path(name)) in _TABLES or name.count("/") > 1 or name[:1] in (".", "/")
+        ):
             raise ConfigError(f"{option} {name!r} does not exist; pass a file, a folder or the id of a Hub dataset")
     texts = [name for name in names if os.path.exists(name) and not _is_dataset(Path(name))]
     if texts:

@@ -262,9 +262,7 @@ class Run:
     def _model(self, mesh: Any) -> Any:
         """Return the sharded model on the meta device. With adapters, the base keeps the dtype of its weights."""
         source, adapters = self._source, recipes.peft_of(self._recipe)
-        policy = (
-            MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._dtype == "bf16" else MixedPrecisionPolicy()
-        )
+        compute = torch.bfloat16 if self._dtype == "bf16" else torch.float32
         values = {
             "auto_class": CAUSAL,
             "adapters": self._adapters(adapters) if adapters else None,
