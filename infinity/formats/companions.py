@@ -130,7 +130,6 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
         write_durably(folder / _NAMES, json.dumps(initial).encode())
     if peft_model(model) is not None:
         _keep_adapters(folder, model)
-        return
     keep_configs(checkpoints, model)
 
 
@@ -147,7 +146,7 @@ def keep_configs(checkpoints: Path, model: nn.Module) -> None:
         OSError: if a file cannot be read or written.
     """
     folder, inner = checkpoints / _FOLDER, names.pretrained_model(model)
-    if inner is None or peft_model(model) is not None:
+    if inner is None:
         return
     try:
         # The first configuration is written before training, when no FSDP module is gathered in its compute dtype.

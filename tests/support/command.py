@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from infinity_tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB"]
-SMALL += ["--threads", "1"]  # threads of several test processes that spin on the same cores are many times slower
+SMALL = ["train", "--model", "tiny", "--max_length", "32", "--per_device_train_batch_size", "4", "--host-memory", "1MiB"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +46,8 @@ def environment(runtime: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TMPDIR": str(runtime),
         "COLUMNS": "200",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # threads of several processes that spin on the same cores are many times slower
     }
 
 

@@ -17,7 +17,7 @@ from support.command import SMALL, Finished, run_here
 def checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a run with checkpoints of steps 1 and 2."""
     monkeypatch.chdir(tmp_path)
-    options = ["--steps", "2", "--checkpoint-every", "1", "--retained-checkpoints", "2", "--json", "--out", "o"]
+    options = ["--max_steps", "2", "--save_steps", "1", "--save_total_limit", "2", "--json", "--out", "o"]
     assert run_here(*SMALL, *options).status == 0
     return tmp_path / "o" / "nvme"
 
@@ -37,7 +37,7 @@ def test_transformers_loads_exported_model(checkpointed: Path, tmp_path: Path) -
     assert type(model).__name__ == "LlamaForCausalLM"
     assert sum(4 * param.numel() for param in model.parameters()) == done.summary["bytes"]
     again = [tmp_path / "hf" if word == "tiny" else word for word in SMALL]
-    assert run_here(*again, "--steps", "1", "--json", "--out", tmp_path / "again").status == 0
+    assert run_here(*again, "--max_steps", "1", "--json", "--out", tmp_path / "again").status == 0
 
 
 def _pretrained(folder: Path, *, layers: int = 2) -> Path:
@@ -69,7 +69,7 @@ def test_export_restores_pretrained_folder_layout(tmp_path: Path, monkeypatch: p
     names, files = set(load_file(folder / "model.safetensors")), {file.name for file in folder.iterdir()}
     tokenizer, generation = ((folder / name).read_text() for name in ("tokenizer.json", "generation_config.json"))
     words = [folder if word == "tiny" else word for word in SMALL]
-    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--checkpoint-every", "1", "--json", "--out", "o")
+    done = run_here(*words, "--dtype", "fp32", "--max_steps", "1", "--save_steps", "1", "--json", "--out", "o")
     assert done.status == 0, done.errors
     shutil.rmtree(folder)
     assert _export(tmp_path / "o" / "nvme", "--out", tmp_path / "out").status == 0
@@ -99,12 +99,12 @@ def test_missing_weights_require_no_strict(tmp_path: Path, monkeypatch: pytest.M
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     words = [folder if word == "tiny" else word for word in SMALL]
-    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--out", "o")
+    done = run_here(*words, "--dtype", "fp32", "--max_steps", "1", "--out", "o")
     assert done.status == 2
     assert "model.layers.2.mlp.experts.gate_up_proj" in done.errors
-    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--out", "o", "--no-strict", "--json")
+    done = run_here(*words, "--dtype", "fp32", "--max_steps", "1", "--out", "o", "--no-strict", "--json")
     assert done.status == 0, done.errors
-    done = run_here(*SMALL, "--steps", "1", "--out", "p", "--no-strict")
+    done = run_here(*SMALL, "--max_steps", "1", "--out", "p", "--no-strict")
     assert done.status == 2
     assert "--no-strict" in done.errors
     assert "--model tiny" in done.errors

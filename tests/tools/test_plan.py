@@ -88,8 +88,8 @@ def test_out_files_match_json_and_actual_run(tmp_path: Path) -> None:
     again = planned(f"plan --model tiny --config {out / 'infinity.toml'} --nvme {tmp_path} --tflops 0.05 "
                     "--batch-tokens 512 --seq 64")  # fmt: skip
     assert again["toml"] == said["toml"]
-    train = ("train", "--model", "tiny", "--dtype", "bf16", "--batch-tokens", "512", "--seq", "64", "--steps", "3")
-    trained = run_here(*train, "--config", out / "infinity.toml", "--out", tmp_path / "o", "--keep", "never", "--json")
+    train = ("train", "--model", "tiny", "--dtype", "bf16", "--batch-tokens", "512", "--seq", "64", "--max_steps", "3")
+    trained = run_here(*train, "--config", out / "infinity.toml", "--out", tmp_path / "o", "--save_strategy", "no", "--json")
     assert trained.summary["predicted_read_bytes_per_step"] == said["read_bytes_per_step"]
     assert trained.summary["predicted_written_bytes_per_step"] == said["written_bytes_per_step"]
     assert trained.summary["stored_bytes"] == said["drive_bytes"]

@@ -73,7 +73,7 @@ def test_ranks_exit_with_their_launcher(tmp_path: Path) -> None:
 
 def test_sigterm_stops_all_ranks_with_checkpoint(tmp_path: Path) -> None:
     """The current step is finished first."""
-    with training(tmp_path, *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o") as process:
+    with training(tmp_path, *SMALL, "--nproc", "2", "--max_steps", "100000", "--out", "o") as process:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         assert process.stderr.read().count("stopping after this step") == 1

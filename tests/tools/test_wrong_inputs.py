@@ -37,7 +37,7 @@ def wrong(line: str, *says: str) -> Wrong:
 def train(line: str, *says: str) -> Wrong:
     """Return an `infinity train` command line with a small model."""
     rest = wrong(line, *says)
-    return Wrong((*SMALL, "--steps", "1", "--out", "o", *rest.words), says)
+    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", *rest.words), says)
 
 
 def tune(line: str, *says: str) -> Wrong:
@@ -49,13 +49,13 @@ def tune(line: str, *says: str) -> Wrong:
 
 def toml(text: str, *says: str) -> Wrong:
     """Return an `infinity train` command line with this settings file."""
-    return Wrong((*SMALL, "--steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
+    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
 
 
 def model(content: str | dict[str, object], *says: str) -> Wrong:
     """Return an `infinity train` command line with this config.json."""
     text = content if isinstance(content, str) else json.dumps(content)
-    return Wrong((*SMALL, "--steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
+    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
 
 
 def deepspeed(text: str, *says: str, words: tuple[str, ...] = ()) -> Wrong:
@@ -86,7 +86,7 @@ NAMES = [
     wrong("version --jsn", "--jsn", "--json"),
     wrong("store ls . --yes", "--yes", "infinity store ls -h"),
     wrong("version now", "now", "infinity version -h"),
-    train("--stepz 4", "--stepz", "--steps"),
+    train("--stepz 4", "--stepz", "--max_steps"),
     train("--batch_tokens 4", "--batch_tokens", "--batch-tokens"),
     train("-x", "-x"),
     train("more", "more", "infinity train -h"),
@@ -534,7 +534,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(tempfile, "tempdir", str(place / "tmp"))
         patch.chdir(place)
         (place / "c").mkdir()
-        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--steps", "2", "--checkpoint-every", "2").status == 0
+        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--max_steps", "2", "--save_steps", "2").status == 0
     shutil.rmtree(place / "o")
     return place
 
@@ -700,7 +700,7 @@ def test_files_of_another_user_are_ignored_or_rejected(
         monkeypatch.chdir(place)
         first, *rest = line.split()
         words = (
-            [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
+            [*SMALL, "--max_steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
         )
         run_here("train", "--help")  # imports modules that another user cannot read
         os.seteuid(65534)
@@ -731,7 +731,7 @@ def test_model_failing_in_first_step_prints_no_traceback(wrong: dict[str, int], 
     """The configuration is accepted, but the model fails in its first step."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(llama(**wrong)))
-    done = run_here(*SMALL, "--model", file, "--steps", "1", "--out", "o")
+    done = run_here(*SMALL, "--model", file, "--max_steps", "1", "--out", "o")
     assert done.status == 2
     assert "Traceback" not in done.errors
     (error_lines,) = [line for line in done.errors.splitlines() if line.startswith("error:")]

@@ -39,6 +39,14 @@ def export(
             "from scratch, as trained), trained (usually fp32), fp32, bf16 or fp16."
         ),
     ] = "loaded",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the base model with the LoRA adapter folded into its weights, instead of the adapter. Only one "
+            "weight is in memory at a time.",
+        ),
+    ] = False,
     file_size: Annotated[
         str,
         typer.Option(
@@ -74,8 +82,8 @@ def export(
             dtype not in ("loaded", "trained") or file_size or model_config is not None or companions is not None
         ):
             raise ConfigError(
-                "--dtype, --file-size, --model-config and --companions require --to safetensors; dcp exports the state "
-                "as trained, with one file per tensor"
+                "--dtype, --merge, --file-size, --model-config and --companions require --to safetensors; dcp exports "
+                "the state as trained, with one file per tensor"
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
@@ -112,13 +120,14 @@ def export(
             total, write = dcp_bytes(reader), partial(export_dcp, reader)
         else:
             chosen_dtype = torch_dtype(name) if name else None
-            total = export_bytes(reader, chosen_dtype)
+            total = export_bytes(reader, chosen_dtype, merge=merge)
             write = partial(
                 export_safetensors,
                 reader,
                 config=config,
                 companions=companions,
                 dtype=chosen_dtype,
+                merge=merge,
                 file_bytes=file_bytes,
             )
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:

@@ -110,7 +110,9 @@ def of_words(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            values = found.setdefault(name.replace("-", "_"), [])
+            key = name.replace("-", "_")
+            values = found.setdefault(key, []) if key in _LISTS else []  # for other keys, the last use counts
+            found[_SHORT.get(key, key)] = values
             values += [value] if equals else []
         elif values is None:
             raise ConfigError(f"{word!r} does not follow a key; the recipe comes first, and keys are `--key value`")

@@ -12,6 +12,7 @@ from typing import Any
 from infinity import Config
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.transformers import trainer_checkpoints
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.train import recipe as recipes
@@ -60,10 +61,8 @@ def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path |
     """Return the Trainer's checkpoint folder to start from, or None to start a new run.
 
     Raises:
-        CheckpointError: if there is no checkpoint, unless `resume` is empty or ``auto``.
+        CheckpointError: if no checkpoint can be used. With ``auto``, there may be none at all.
     """
-    from infinity.integrations.transformers import trainer_checkpoints
-
     if not resume:
         return None
     if resume not in ("latest", "auto"):
@@ -73,17 +72,17 @@ def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path |
     if ranks.rank == 0:
         for other in behind:
             _log.warning("%s is ignored, because its state is not in %s", other, ", ".join(paths))
-    if found is None and resume != "auto":
+    if found is None and (behind or resume != "auto"):
         raise CheckpointError(f"no checkpoint in {str(out)!r} has its state in {', '.join(paths)}; nothing to resume")
     return None if found is None else found.folder
 
 
-def finished(start: Path, args: Any) -> int | None:
-    """Return the last step of a run that has no steps left to train, or None."""
+def finished(start: Path, args: Any) -> tuple[str, int] | None:
+    """Return the id and last step of a run that has no steps left to train, or None."""
     state = json.loads((start / "trainer_state.json").read_text())
     step, epoch = int(state["global_step"]), float(state.get("epoch") or 0)
     ended = step >= args.max_steps if args.max_steps > 0 else epoch >= args.num_train_epochs
-    return step if ended else None
+    return (trainer_checkpoints.Checkpoint.read(start).run_id, step) if ended else None
 
 
 def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> None:

@@ -126,13 +126,13 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         source = _find_source(recipe, ranks)
         run = Run(recipe, settings, source, ranks, view, stop, options)
         trainer = run.trainer(mesh, stack, start)
+        stack.enter_context(_closing(run.callback))
         if start is not None and (ended := resume.finished(start, trainer.args)):
             if ranks.rank == 0:
-                _show_finished(ended, view, options)
+                _show_finished(*ended, view, options)
             stack.close()
             _leave(ranks)
             return 0
-        stack.callback(run.callback.close)
         run.train(trainer, start)
         summary = run.summary(trainer)
         if ranks.rank == 0:
@@ -237,6 +237,8 @@ class Run:
             raise ConfigError(one_line(error)) from error
         datasets.check_packing(trainer, source.name)
         resume.check_data(self._out, datasets.check_prepared(trainer.train_dataset), args, start, self._ranks)
+        if args.save_strategy == "no" and self._settings.run.keep == "auto":
+            self._settings = self._settings.with_values(**{"run.keep": "never"})
         attach(trainer, self._settings)
         return trainer
 
@@ -381,6 +383,15 @@ class Run:
         return summary | {"next": self._next(stopped=bool(callback.stopped_by))}
 
 
+@contextmanager
+def _closing(callback: RunCallback) -> Iterator[None]:
+    """Close the log and the state on NVMe at the end of a run, or tell the other ranks why it failed."""
+    with ExitStack() as stack:
+        stack.callback(callback.close)
+        stack.push(lambda *error: callback.paged.__exit__(*error) if callback.paged is not None else None)
+        yield
+
+
 class LocalPages:
     """Stats files of this run's ranks on this node, for the metrics exporter."""
 
@@ -452,12 +463,13 @@ def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _show_finished(step: int, view: View, options: RunOptions) -> None:
+def _show_finished(run_id: str, step: int, view: View, options: RunOptions) -> None:
     if options.json:
-        Console().file.write(json.dumps({"finished": True, "steps": 0, "last_step": step}) + "\n")
+        Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
         return
     view.say(
-        f"the run has already finished at step {step}; to continue, pass a larger --max_steps or --num_train_epochs"
+        f"run {run_id} has already finished at step {step}; to continue, pass a larger --max_steps or "
+        "--num_train_epochs"
     )
 
 
