@@ -78,7 +78,11 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 """Rows by shape, with the row that TRL receives if the tokenizer has a chat template, and if it has none."""
 DPO: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "texts": ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1},) + ({"prompt": "a", "chosen": "b", "rejected": "c"},) * 2,
+    "texts": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ),
     "question": (
         {"question": "a sea", "chosen": "the ship", "rejected": "no"},
         {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
@@ -89,7 +93,7 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"chosen": CHAT, "rejected": [*ASKED, message("assistant", "no")]},
         {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("method", "shape"), [("sft", shape) for shape in SFT] + [("dpo", shape) for shape in DPO])

@@ -66,7 +66,9 @@ def packing(folder: Path, model: Any, **options: Any) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     defaults = {"packing": True, "max_length": 96, "assistant_only_loss": True} | options
-    args = SFTConfig(str(folder / "o"), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, **defaults)
+    args = SFTConfig(
+        str(folder / "o"), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, **defaults
+    )
     rows = Dataset.from_list(list(chats(40)))
     tokenizer = make_tokenizer(folder / "t", MARKED)
     trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)

@@ -83,10 +83,9 @@ def _of_examples(rows: Any) -> tuple[list[str], _Convert | None] | None:
             return [name], None if is_chatml else _chat
     if "prompt" in first and "completion" in first:
         return ["prompt", "completion"], None
-    if question := _first(first, _QUESTIONS):
-        if answer := _first(first, _ANSWERS):
-            context = ["input"] if question == "instruction" and "input" in first else []
-            return [question, *context, answer], _instruction if question == "instruction" else _question
+    if (question := _first(first, _QUESTIONS)) and (answer := _first(first, _ANSWERS)):
+        context = ["input"] if question == "instruction" and "input" in first else []
+        return [question, *context, answer], _instruction if question == "instruction" else _question
     texts = [name for name, value in first.items() if isinstance(value, str)]
     if "text" in texts:
         return ["text"], None
