@@ -14,7 +14,7 @@ from support.command import SMALL, run_here
     ("package", "arguments", "extra"),
     [
         ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
-        ("transformers", SMALL, "cli"),
+        ("trl", SMALL, "train"),
         ("transformers", ["train", "--model", "list"], "cli"),
     ],
     ids=["metrics", "model", "list"],
@@ -26,7 +26,7 @@ def test_missing_package_names_extra(
     monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
     monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
     monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
-    done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--seq" in arguments else []))
+    done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--max_length" in arguments else []))
     assert done.status == 2
     assert done.output == ""
     assert len(done.errors.splitlines()) == 1, done.errors

@@ -109,7 +109,7 @@ def test_infinityd_version_and_help(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"), [("infinity st", "store"), ("infinity train --resume-s", "--resume-step")]
+    ("typed", "offered"), [("infinity st", "store"), ("infinity train --metrics-p", "--metrics-port")]
 )
 def test_shell_completion(typed: str, offered: str) -> None:
     """Commands and options are completed."""
@@ -139,7 +139,7 @@ def test_brackets_are_not_interpreted_as_markup(terminal: bool) -> None:
 
 def test_folders_with_brackets_are_shown_in_full(tmp_path: Path) -> None:
     done = run_here(*SMALL, "--max_steps", "1", "--out", "o[x]")
-    assert "on o[x]/nvme" in done.errors
+    assert "o[x]/nvme, 1 rank" in done.errors
     assert "o[x]/summary.json" in done.output
     assert "e[y]: step 1 of" in run_here("export", "o[x]/nvme", "--out", "e[y]").output
     Path("n[z]").mkdir()

@@ -37,7 +37,7 @@ def test_resuming_finished_run_creates_no_output_folder(tmp_path: Path) -> None:
     """Otherwise, repeated restarts would accumulate empty folders."""
     train = [*SMALL, "--nvme", "nvme", "--max_steps", "1"]
     run_here(*train, "--out", "out")
-    assert run_here(*train, "--resume").status == 0
+    assert run_here(*train, "--resume", "auto", "--out", "out").status == 0
     assert not (tmp_path / "runs").exists()
 
 
@@ -78,19 +78,19 @@ def test_full_output_folder_does_not_stop_training(tmp_path: Path, monkeypatch: 
     assert ended.status == 0
     said = " ".join(ended.errors.split())
     assert said.count("steps.jsonl is missing steps from 1 on: No space left on device") == 1
-    assert said.count("written to out: Is a directory; the run itself is complete") == 1
+    assert said.count(f"written to {tmp_path}/out: Is a directory; the run itself is complete") == 1
     assert "summary.png" not in ended.output, "a file that was not written is not mentioned"
     assert run_here(*SMALL, "--out", "out", "--max_steps", "3", "--resume", "--json").summary["finished"]
 
 
-@pytest.mark.parametrize("options", [("--resume-step", "2"), ("--save_strategy", "no")])
-def test_resuming_finished_run_changes_no_files(options: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [("--resume", "out/checkpoint-2"), ("--resume",)])
+def test_resuming_finished_run_changes_no_files(options: tuple[str, ...], tmp_path: Path) -> None:
     """Neither later checkpoints nor the run itself are removed."""
     train = [*SMALL, "--out", "out", "--save_steps", "2"]
     run_here(*train, "--max_steps", "4", "--save_total_limit", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
     assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
-    assert "finished" in run_here(*train, "--max_steps", "2", "--resume", *options).errors
+    assert "finished" in run_here(*train, "--max_steps", "2", *options).errors
     assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
 
 
@@ -102,7 +102,7 @@ def test_output_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     runs = [*(tmp_path / "nvme").iterdir()]
     ended = run_here(*train, "--max_steps", "3")
     assert ended.status == 2
-    assert ended.errors.startswith("error: out/steps.jsonl belongs to an earlier run")
+    assert ended.errors.startswith(f"error: {tmp_path}/out/steps.jsonl belongs to an earlier run")
     assert len(ended.errors.splitlines()) == 1
     assert all(fix in ended.errors for fix in ("choose another --out", "with --resume"))
     assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()} == before
@@ -131,7 +131,7 @@ def test_second_run_in_output_folder_is_rejected(options: tuple[str, ...], tmp_p
     with training(tmp_path, *SMALL, "--out", "out", "--max_steps", "100000") as process:
         ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--max_steps", "1", *options)
         assert ended.status == 2
-        assert ended.errors.startswith("error: another run is writing to --out 'out'")
+        assert ended.errors.startswith(f"error: another run is writing to --out '{tmp_path}/out'")
         assert len(ended.errors.splitlines()) == 1
         assert not (tmp_path / "other").exists()
         process.terminate()

@@ -61,7 +61,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--offload.state.formt", "8bit"): "did you mean state.format?",
     ("--offload.state.format", "9bit"): "'9bit'",
     ("--offload.state.format", "8bit", "split"): "requires one value",
-    ("--peft.rank", "16"): "did you mean --peft.rank_pattern?",
+    ("--peft.lora_alph", "16"): "did you mean --peft.lora_alpha?",
     ("--columns", "question"): "prompt=question,completion=answer",
     ("--early_stopping_patience", "0"): "above 0",
     ("--lr_scheduler_kwargs", "{min_lr: 1}"): "is not valid JSON",

@@ -316,14 +316,18 @@ def _arguments(given: Mapping[str, Any], method: str) -> Recipe:
     parser = Parser(kind, allow_abbrev=False, add_help=False, prog="infinity train")
     for action in parser._actions:
         action.default, action.required = argparse.SUPPRESS, False
-    names = [field.name for field in fields(kind)]
+    types = {field.name: str(field.type) for field in fields(kind)}
     words: list[str] = []
     found: Recipe = {}
     for key, value in given.items():
-        if key not in names:
-            raise _unknown(key, [*OWN, *names, *(f"offload.{name}" for name in _settings()), *_options()])
-        if value is None or isinstance(value, dict):
-            found[key] = value
+        if key not in types:
+            raise _unknown(key, [*OWN, *types, *(f"offload.{name}" for name in _settings()), *_options()])
+        if (
+            value is None
+            or isinstance(value, dict)
+            or (isinstance(value, list) and len(value) > 1 and "list" in types[key])
+        ):
+            found[key] = value  # the parser would take one value for a field that is text or a list
         else:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     for key, value in vars(parser.parse_args(words)).items():

@@ -223,6 +223,11 @@ class Run:
             server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
             host = options.metrics_host or socket.gethostname()
             self._view.say(f"metrics: http://{host}:{server.port}/metrics")
+        longest = getattr(source.config, "max_position_embeddings", None)
+        if longest is not None and args.max_length is not None and args.max_length > longest:
+            raise ConfigError(
+                f"--max_length {args.max_length} exceeds the {longest} positions of the model (max_position_embeddings)"
+            )
         model = self._model(mesh)
         callbacks = [self.callback]
         if recipe.get("early_stopping_patience"):
@@ -331,6 +336,8 @@ class Run:
             trainer.optimizer.optimizer.drain()
         except Exception as error:
             if callback.paged is None:
+                if isinstance(error, ValueError | TypeError | ImportError):
+                    raise ConfigError(one_line(error)) from error
                 raise
             commands = self._next(stopped=True)
             error.add_note(
