@@ -13,7 +13,6 @@ from infinity.errors import MissingPackageError
 EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
-    "data": ("datasets", "pyarrow"),
     "hf": ("transformers", "tokenizers"),
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
