@@ -239,6 +239,7 @@ def test_evaluation_stops_early_and_keeps_best_checkpoint(tmp_path: Path) -> Non
     assert [step for step, _ in found["eval_losses"]] == [1, 2, 3]
     state = json.loads((tmp_path / "o/checkpoint-3/trainer_state.json").read_text())
     assert state["best_global_step"] == 1
+    assert " --step 1 " in found["next"]["export"]
 
 
 def test_trace_is_written_after_ctrl_c(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--learning_rat", "1"): "did you mean --learning_rate?",
     ("--steps", "1"): "did you mean --max_steps?",
     ("--metrics_prt", "1"): "did you mean --metrics_port?",
+    ("--nproc", "2"): "nproc cannot be part of a recipe",
     ("--max_steps", "many"): "invalid int value: 'many'",
     ("--max_steps",): "expected one argument",
     ("--lr_scheduler_type", "cosin"): "invalid choice: 'cosin'",

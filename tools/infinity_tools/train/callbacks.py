@@ -53,6 +53,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """First step that this process trains."""
         self.checkpointed = 0
         """Step of the newest checkpoint, or 0."""
+        self.best = 0
+        """Step of the checkpoint whose weights are loaded at the end (`load_best_model_at_end`), or 0."""
         self.steps = 0
         """Number of steps that this process has trained."""
         self.tokens = 0.0
@@ -116,6 +118,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the checkpoint."""
         self.checkpointed = state.global_step
+        self.best = (state.best_global_step or 0) if args.load_best_model_at_end else 0
         self.kernel.begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -276,6 +276,8 @@ def _peft(key: str, value: Any) -> Any:
 
 def _unknown(key: str, known: Iterable[str]) -> ConfigError:
     known = list(known)
+    if key in _options():
+        return ConfigError(f"{key} cannot be part of a recipe; pass --{key.replace('_', '-')} on the command line")
     near = _RENAMED.get(key) or next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
     return ConfigError(f"--{key} is not an option of infinity train" + (f"; did you mean --{near}?" if near else ""))
 
@@ -321,7 +323,7 @@ def _arguments(given: Mapping[str, Any], method: str) -> Recipe:
     found: Recipe = {}
     for key, value in given.items():
         if key not in types:
-            raise _unknown(key, [*OWN, *types, *(f"offload.{name}" for name in _settings()), *_options()])
+            raise _unknown(key, [*OWN, *types, *_SHORT, *_options(), *(f"offload.{name}" for name in _settings())])
         if (
             value is None
             or isinstance(value, dict)
@@ -349,4 +351,5 @@ def _settings() -> list[str]:
 
 
 def _options() -> list[str]:
-    return ["nvme", "host_memory", "resume", "out", "trace", "metrics_port", "nproc", "config", "json", "debug"]
+    """Return the options that concern one start of a run, which recipes therefore do not contain."""
+    return ["resume", "trace", "metrics_port", "metrics_host", "metrics_linger", "nproc", "config", "json", "debug"]

@@ -357,7 +357,9 @@ class Run:
         paged, step = self.callback.paged, self.callback.checkpointed
         if paged is None or not step:
             return {}
-        return resume.next_commands(self._recipe, paged.run.folder, step, self._ranks, stopped=stopped)
+        return resume.next_commands(
+            self._recipe, paged.run.folder, self.callback.best or step, self._ranks, stopped=stopped
+        )
 
     def summary(self, trainer: Any) -> dict[str, Any]:
         """Return the content of `summary.json`, and close the run."""

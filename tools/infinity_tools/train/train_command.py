@@ -19,7 +19,7 @@ def train(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RECIPE]",
+            metavar="RECIPE",
             help="YAML file with any of the keys below; options override it. Every run writes its own to "
             "OUT/recipe.yaml.",
             show_default=False,
