@@ -190,8 +190,8 @@ def test_adapters_are_trained_on_base_in_its_dtype(tmp_path: Path) -> None:
     base = pretrained(tmp_path / "model", torch.bfloat16)
     questions(tmp_path / "qa.jsonl")
     command = ["train", "--model", "model", "--data", "qa.jsonl", "--host-memory", "1MiB", "--peft.r", "4", "--json"]
-    command += ["--per_device_train_batch_size", "4", "--bf16", "false", "--learning_rate", "1e-2"]
-    found = run_here(*command, "--max_steps", "2", "--out", "o").summary
+    command += ["--per_device_train_batch_size", "1", "--bf16", "true", "--learning_rate", "1e-2"]
+    found = run_here(*command, "--max_steps", "2", "--max_length", "32", "--out", "o").summary
     trained = found["parameters"] - base.num_parameters()
     assert 0 < trained < 20_000
     assert found["state_bytes"] < 2 * base.num_parameters() + 16 * trained + 64 * 1024

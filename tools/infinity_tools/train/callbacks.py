@@ -180,3 +180,4 @@ def _set_learning_rate(scheduler: Any, optimizer: Any, rate: float) -> None:
         if group["initial_lr"] != rate and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
             group["initial_lr"] = scheduler.base_lrs[position] = rate
             group["lr"] = rate * scheduler.lr_lambdas[position](scheduler.last_epoch)
+            scheduler._last_lr[position] = group["lr"]  # which is logged

@@ -97,8 +97,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     given = recipes.checked(given, str(given.get("method", "sft")))
     recipe, before = resume.merged(given, options.resume)
     settings = load_config(options.config).with_values(**recipes.settings_of(recipe))
-    settings = with_absolute_paths(settings)
-    recipe = recipes.with_settings(recipe, settings)
+    recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
     if options.trace:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
@@ -213,6 +212,8 @@ class Run:
             defaults.pop("max_steps", None)
         if recipe.get("early_stopping_patience"):
             defaults |= {"load_best_model_at_end": True, "save_strategy": defaults.get("eval_strategy", "no")}
+        if recipe.get("load_best_model_at_end", defaults.get("load_best_model_at_end")):
+            defaults["save_total_limit"] = 2  # with 1, the Trainer keeps only the best checkpoint at the end
         defaults["run_name"] = self._settings.run.name
         args = _arguments(recipe, defaults, {"output_dir": str(self._out), "chat_template_path": None})
         kept = {**defaults, "bf16": self._dtype == "bf16"}
@@ -223,6 +224,11 @@ class Run:
             server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
             host = options.metrics_host or socket.gethostname()
             self._view.say(f"metrics: http://{host}:{server.port}/metrics")
+        if args.max_grad_norm and self._settings.update.schedule == "in_backward":
+            raise ConfigError(
+                f'update.schedule = "in_backward" updates before the global norm is known, but --max_grad_norm '
+                f'{args.max_grad_norm:g} needs it; pass --max_grad_norm 0, or use "in_forward"'
+            )
         longest = getattr(source.config, "max_position_embeddings", None)
         if longest is not None and args.max_length is not None and args.max_length > longest:
             raise ConfigError(
