@@ -1,4 +1,4 @@
-"""The state of a run with LoRA adapters as that of its base model, with the adapters folded into the weights."""
+"""The base model of a run with LoRA adapters, with the adapters folded into its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."
 class MergedState(FullState):
     """Base model of a run. Adapters are added to a weight when it is read, so memory is limited to one weight.
 
-    The values equal those of `PeftModel.merge_and_unload`.
+    The values equal the result of `PeftModel.merge_and_unload`.
     """
 
     def __init__(self, state: FullState, adapters: tuple[Adapter, ...]) -> None:
@@ -48,7 +48,7 @@ class MergedState(FullState):
             )
         self._state, self._config = state, config
         self._factors: dict[str, dict[str, int]] = {}  # positions of the factors, by the name of the adapted module
-        self._embeddings: set[str] = set()  # modules whose factors are those of an embedding
+        self._embeddings: set[str] = set()  # modules that are embeddings
         self._positions: list[int] = []  # position of each tensor in the state of the run
         names: list[tuple[str, ...]] = []
         known = [torch_private.unwrapped_name(name) for spec in state.tensors for name in spec.names]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, get_type_hints
 
 from infinity import Config
 from infinity.checkpoint.durable import write_durably
@@ -237,7 +237,7 @@ def _setting(key: str, value: Any) -> Any:
 def _value_in(settings: Config, name: str, *, plain: bool = False) -> Any:
     """Return the value of a setting, or None if there is none of this name. `plain`: as it is written in a recipe."""
     section, _, key = name.partition(".")
-    part = getattr(settings, section, None)
+    part: Any = getattr(settings, section, None)
     value = getattr(part, key, None)
     if plain and isinstance(value, tuple):
         return list(value)
@@ -246,7 +246,7 @@ def _value_in(settings: Config, name: str, *, plain: bool = False) -> Any:
 
 
 def with_settings(recipe: Recipe, settings: Config) -> Recipe:
-    """Return a recipe with all settings that differ from their defaults, except those of one start of a run."""
+    """Return a recipe with all settings that differ from their defaults, except the timeline of one start."""
     names = [name for name in _settings() if name not in ("telemetry.timeline",)]
     changed = [name for name in names if _value_in(settings, name) != _value_in(Config(), name)]
     rest = {key: value for key, value in recipe.items() if not key.startswith("offload.")}
@@ -318,7 +318,8 @@ def _arguments(given: Mapping[str, Any], method: str) -> Recipe:
     parser = Parser(kind, allow_abbrev=False, add_help=False, prog="infinity train")
     for action in parser._actions:
         action.default, action.required = argparse.SUPPRESS, False
-    types = {field.name: str(field.type) for field in fields(kind)}
+    hints = get_type_hints(kind)  # the parser changes the types of the fields themselves
+    types = {field.name: str(hints[field.name]) for field in fields(kind)}
     words: list[str] = []
     found: Recipe = {}
     for key, value in given.items():

@@ -86,7 +86,7 @@ def finished(start: Path, args: Any) -> tuple[str, int] | None:
 
 
 def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> None:
-    """Record the prepared training data and the batch of a new run, or compare them with those of the resumed run.
+    """Record the prepared training data and the batch of a new run, or compare them with the resumed run.
 
     The Trainer finds its position in the data by counting steps, so a step must draw as many examples as before.
 
@@ -103,7 +103,7 @@ def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: R
         before = json.loads(file.read_text())
         if before["checksum"] != checksum:
             raise ConfigError(
-                f"the prepared data differs from that of the run in {str(out)!r} (checksum {checksum}, not "
+                f"the prepared data differs from the data of the run in {str(out)!r} (checksum {checksum}, not "
                 f"{before['checksum']}); restore the data and tokenizer, or start a new run with another --out"
             )
         if before["batch"] != batch:

@@ -113,14 +113,14 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
         stack.enter_context(_without_leftovers(made))
-        claim = (lambda: Claim(out, LOG, resumes=bool(options.resume))) if ranks.rank == 0 else nullcontext
+        claim: Any = (lambda: Claim(out, LOG, resumes=bool(options.resume))) if ranks.rank == 0 else nullcontext
         stack.enter_context(ranks.together("claiming the output folder", claim))
         stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         start = resume.find_start(out, options.resume, settings, ranks)
         if start is not None and before and ranks.rank == 0:
             changed = recipes.shown({key: recipe[key] for key in before}, before)
-            _log.warning("these values replace those of the run: %s", changed)
+            _log.warning("these values replace the recipe of the run: %s", changed)
         view.doing("loading the model's configuration")
         source = _find_source(recipe, ranks)
         run = Run(recipe, settings, source, ranks, view, stop, options)
@@ -235,7 +235,7 @@ class Run:
                 f"--max_length {args.max_length} exceeds the {longest} positions of the model (max_position_embeddings)"
             )
         model = self._model(mesh)
-        callbacks = [self.callback]
+        callbacks: list[Any] = [self.callback]
         if recipe.get("early_stopping_patience"):
             from transformers import EarlyStoppingCallback
 

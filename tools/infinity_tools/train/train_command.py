@@ -53,7 +53,7 @@ def train(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Folder or Hub model with the tokenizer and chat template. [default: those of --model]",
+            help="Folder or Hub model with the tokenizer and chat template. [default: from --model]",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -144,8 +144,8 @@ def train(
 ) -> None:
     """Train a causal language model with transformers' Trainer and TRL, with its training state on NVMe.
 
-    Further options: every field of TRL's SFTConfig (DPOConfig with --method dpo), which are those of
-    transformers' TrainingArguments and more, under its own name: --learning_rate 2e-5, --num_train_epochs 3,
+    Further options: every field of TRL's SFTConfig (DPOConfig with --method dpo), which include
+    transformers' TrainingArguments, under its own name: --learning_rate 2e-5, --num_train_epochs 3,
     --max_steps 20, --per_device_train_batch_size 8, --gradient_accumulation_steps 4 (run layer by layer), --max_length
     2048, --save_steps 100, --report_to tensorboard …
 
