@@ -120,11 +120,13 @@ def _bytes_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    ids = {_END: 0} | {char: byte for byte, char in bytes_to_unicode().items() if byte}
+    alphabet: Any = bytes_to_unicode
+    kind: Any = PreTrainedTokenizerFast
+    ids = {_END: 0} | {char: byte for byte, char in alphabet().items() if byte}
     tokenizer = Tokenizer(models.BPE(ids, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+    return kind(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
 
 
 def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource) -> Data:
@@ -299,8 +301,8 @@ def _standard_library(as_bytes: bool) -> Any:
     return _texts(chosen, "--data", as_bytes)
 
 
-def _reason(error: BaseException) -> str:
-    while error.__cause__ is not None:  # datasets says only that it failed
+def _reason(error: Exception) -> str:
+    while isinstance(error.__cause__, Exception):  # datasets says only that it failed
         error = error.__cause__
     return one_line(error)
 

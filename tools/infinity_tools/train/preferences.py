@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from trl import DPOTrainer
+from trl import DPOTrainer  # type: ignore[attr-defined]
 
 from infinity import torch_private
 from infinity.checkpoint.durable import write_durably
@@ -31,13 +31,17 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
     no weights. This class computes them when training starts. `attach` must have been called.
     """
 
+    args: Any
+    model: Any
+
     def __init__(self, model: Any, **arguments: Any) -> None:
         args = arguments["args"]
         if args.sync_ref_model:
             raise ConfigError("sync_ref_model is not supported, because no reference model is kept; remove it")
         args.precompute_ref_log_probs = False
         # Without a reference model, TRL would load one, or add a reference adapter to the sharded model.
-        super().__init__(model, ref_model=_Nothing(model.config), **arguments)
+        reference: Any = _Nothing(model.config)
+        super().__init__(model, ref_model=reference, **arguments)
         self.ref_model, self.precompute_ref_logps = None, True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
@@ -71,10 +75,9 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
         self.model.eval()
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         loader = self.accelerator.prepare(DataLoader(dataset, size, collate_fn=self.data_collator))
+        compute: Any = self.compute_ref_log_probs
         try:
-            parts = [
-                self.accelerator.gather_for_metrics(self.compute_ref_log_probs(self.model, batch)) for batch in loader
-            ]
+            parts = [self.accelerator.gather_for_metrics(compute(self.model, batch)) for batch in loader]
         # FSDP2 keeps the root's weights gathered after a forward, so the first step would differ from the other steps.
         finally:
             for module in self.model.modules():
