@@ -31,7 +31,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
-	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
+	$(BIN)/infinity train --model llama-100m --max_steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
 
 test: install lint types unit test-wheel
 

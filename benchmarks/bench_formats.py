@@ -35,12 +35,14 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
     """Train in one format and return the figures and losses."""
     out = folder / name
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "infinity_tools", "train", "--json", "--state-format", name),
-        *("--model", options.model, "--dtype", "bf16", "--steps", str(options.steps), "--out", str(out)),
-        *("--host-memory", options.host_memory, "--batch-tokens", str(options.batch_tokens), "--seq", str(options.seq)),
-        *("--lr", str(options.lr), "--threads", str(options.threads), "--keep", "never"),
+        *(sys.executable, "-W", "ignore", "-m", "infinity_tools", "train", "--json", "--offload.state.format", name),
+        *("--model", options.model, "--bf16", "true", "--max_steps", str(options.steps), "--out", str(out)),
+        *("--host-memory", options.host_memory, "--max_length", str(options.seq), "--save_strategy", "no"),
+        *("--per_device_train_batch_size", str(options.batch_tokens // options.seq), "--learning_rate", str(options.lr)),
     ]
-    summary = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    environment = os.environ | ({"OMP_NUM_THREADS": str(options.threads)} if options.threads else {})
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    summary = json.loads(done.stdout)
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     moved = summary["nvme_read_bytes_per_step"] + summary["nvme_written_bytes_per_step"]
     return {

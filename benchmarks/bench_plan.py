@@ -46,13 +46,16 @@ def command(*words: object) -> dict[str, Any]:
 
 def measure(model: str, tokens: int, host_cache: str, device: str, folder: Path, steps: int) -> dict[str, Any]:
     """Plan a setup, then run it."""
-    same = ("--model", model, "--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--host-memory", host_cache)
-    same += ("--no-activation-checkpointing", "--nvme", folder)
+    same = ("--model", model, "--host-memory", host_cache, "--nvme", folder)
     began = time.perf_counter()
-    planned = command("plan", *same, "--no-changes")
+    batch = ("--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--no-activation-checkpointing")
+    planned = command("plan", *same, *batch, "--no-changes")
     plan_seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as out:
-        run = command("train", *same, "--steps", steps, "--keep", "never", "--out", Path(out, "run"))
+        batch = ("--per_device_train_batch_size", tokens // 256, "--max_length", 256, "--bf16", "true")
+        run = command(
+            "train", *same, *batch, "--max_steps", steps, "--save_strategy", "no", "--out", Path(out, "run")
+        )
     moved = run["nvme_read_bytes_per_step"] + run["nvme_written_bytes_per_step"]
     before = planned["read_bytes_per_step"] + planned["written_bytes_per_step"]
     clock = run["predicted_step_seconds"] or run["step_seconds"] - run["stall_seconds_per_step"]

@@ -13,11 +13,11 @@ from infinity.errors import MissingPackageError
 EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
-    "data": ("datasets", "pyarrow"),
     "hf": ("transformers", "tokenizers"),
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
     "trainer": ("transformers", "tokenizers", "accelerate"),
+    "train": ("trl", "datasets", "pyarrow", "peft", "accelerate", "transformers", "tokenizers", "yaml"),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
     "torchtitan": ("torchtitan", "tyro"),

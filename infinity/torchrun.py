@@ -36,6 +36,25 @@ def variables(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def check_slurm(nproc: int | None) -> None:
+    """Check that srun has not started several processes that would each train alone.
+
+    Args:
+        nproc: number of ranks that this process starts itself, if any.
+
+    Raises:
+        ConfigError: if it has. The message contains the line to type.
+    """
+    tasks = number("SLURM_NTASKS", 1)
+    if tasks > 1 and "RANK" not in os.environ and (nproc is None or "SLURM_STEP_ID" in os.environ):
+        raise ConfigError(
+            f"SLURM_NTASKS={tasks}, but srun does not set RANK, so {tasks} processes would train the same model; type: "
+            "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=$SLURM_GPUS_ON_NODE "
+            "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_NODELIST | head -1):29500 "
+            "-m infinity_tools train …"
+        )
+
+
 def launched() -> bool:
     """Return whether the environment says that a launcher started this process as a rank.
 

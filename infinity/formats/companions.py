@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -31,6 +33,10 @@ _FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
 _FOLDERS = ("additional_chat_templates", "custom_generate")  # subfolders that transformers loads files from
 _LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
 _MOST = 256 << 20  # maximum size of a file, in bytes; tokenizers have tens of MiB
 
 
@@ -41,6 +47,7 @@ class Companions:
     config: dict[str, Any] | None  # content of config.json; None for models that are not from transformers
     files: Mapping[str, Path]  # tokenizer, generation_config.json and similar files, by name in the export
     loaded_from: tuple[str, ...] | None  # names of the tensors in the initial weights, if any
+    loaded_dtype: str | None  # dtype of most of the initial weights, if any
     adapters: tuple[Adapter, ...]  # PEFT adapters that the run trains
 
     @classmethod
@@ -52,9 +59,11 @@ class Companions:
         """
         folder = checkpoints / _FOLDER
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
-        found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
+        initial = read_json(folder / _NAMES) if (folder / _NAMES).is_file() else {}
+        found, dtype = initial.get("names"), initial.get("dtype")
         loaded = tuple(map(str, found)) if isinstance(found, list) else None
-        return cls(config, companion_files(folder), loaded, _find_adapters(folder / _ADAPTERS))
+        named = dtype if isinstance(dtype, str) else None
+        return cls(config, companion_files(folder), loaded, named, _find_adapters(folder / _ADAPTERS))
 
 
 def _find_adapters(file: Path) -> tuple[Adapter, ...]:
@@ -114,10 +123,13 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
         (folder / name).parent.mkdir(exist_ok=True)
         write_durably(folder / name, file.read_bytes())
     if weights is not None:
-        write_durably(folder / _NAMES, json.dumps({"names": sorted(weights.tensors)}).encode())
+        sizes = Counter[str]()
+        for tensor in weights.tensors.values():
+            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+        initial = {"names": sorted(weights.tensors), "dtype": max(sizes, key=sizes.__getitem__, default=None)}
+        write_durably(folder / _NAMES, json.dumps(initial).encode())
     if peft_model(model) is not None:
         _keep_adapters(folder, model)
-        return
     keep_configs(checkpoints, model)
 
 
@@ -134,7 +146,7 @@ def keep_configs(checkpoints: Path, model: nn.Module) -> None:
         OSError: if a file cannot be read or written.
     """
     folder, inner = checkpoints / _FOLDER, names.pretrained_model(model)
-    if inner is None or peft_model(model) is not None:
+    if inner is None:
         return
     try:
         # The first configuration is written before training, when no FSDP module is gathered in its compute dtype.
@@ -150,6 +162,30 @@ def keep_configs(checkpoints: Path, model: nn.Module) -> None:
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+            write_durably(folder / name, content)
+
+
+def keep_tokenizer(checkpoints: Path, tokenizer: Any) -> None:
+    """Store the tokenizer and chat template of a run for exports, in place of those next to its initial weights.
+
+    Args:
+        checkpoints: checkpoint folder of the run.
+        tokenizer: transformers tokenizer or processor.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+    """
+    folder = checkpoints / _FOLDER
+    folder.mkdir(exist_ok=True)
+    with TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        new = {name: file.read_bytes() for name, file in companion_files(Path(place)).items()}
+    vocabularies = getattr(tokenizer, "vocab_files_names", None) or {}
+    for name in {*_TOKENIZER, *vocabularies.values()} - new.keys():
+        (folder / name).unlink(missing_ok=True)
+    for name, content in new.items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+            (folder / name).parent.mkdir(exist_ok=True)
             write_durably(folder / name, content)
 
 

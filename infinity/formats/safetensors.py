@@ -20,6 +20,7 @@ from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
 from infinity.formats.companions import CONFIG, Companions, companion_files
+from infinity.formats.merged import MergedState
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import INDEX, SINGLE
 from infinity.units import parse_size
@@ -82,6 +83,7 @@ def export_safetensors(
     config: Mapping[str, Any] | None = None,
     companions: Path | None = None,
     dtype: torch.dtype | None = None,
+    merge: bool = False,
     file_bytes: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
@@ -93,7 +95,8 @@ def export_safetensors(
     file plus the input and output of one conversion. Every file is read back and compared. The folder only appears
     under its name when all files are durable.
 
-    For a `PeftModel`, the folder contains the adapters under PEFT's names, for `PeftModel.from_pretrained`.
+    For a `PeftModel`, the folder contains the adapters under PEFT's names, for `PeftModel.from_pretrained`, or with
+    `merge` the base model with the LoRA adapter folded into its weights.
 
     Args:
         reader: checkpoint or run to read.
@@ -102,6 +105,7 @@ def export_safetensors(
         companions: folder from which to copy the tokenizer, generation_config.json and similar files. Default: the
             run's copies of the files next to its initial weights.
         dtype: dtype of floating-point weights. Default: the dtype in which they are trained.
+        merge: whether to write the base model with the adapter instead of the adapter alone.
         file_bytes: limit for the weights in one file. A larger parameter gets a separate file.
         advance: function that is called with the size, in bytes, of every parameter that was read.
 
@@ -113,7 +117,9 @@ def export_safetensors(
     if companions is not None and not companions.is_dir():
         raise ConfigError(f"companions {str(companions)!r} is not a folder")
     kept = Companions.of_run(reader.folder.checkpoints)
-    if kept.adapters:
+    if merge:
+        reader = MergedState(reader, kept.adapters)
+    elif kept.adapters:
         return _export_adapters(reader, kept.adapters, folder, dtype, advance)
     config = kept.config if config is None else config
     beside = kept.files if companions is None else companion_files(companions)
@@ -186,13 +192,16 @@ def _export_adapters(
     return [folder / file for file in written]
 
 
-def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
-    """Return the total size, in bytes, of the parameters that an export reads: the adapters if there are any, else all.
+def export_bytes(reader: FullState, dtype: torch.dtype | None = None, *, merge: bool = False) -> int:
+    """Return the total size, in bytes, of the parameters that an export reads: the adapters if there are any and they
+    are not merged, else all.
 
     Raises:
         ConfigError: if the run's copies of files for exports are malformed.
     """
     adapters = Companions.of_run(reader.folder.checkpoints).adapters
+    if merge:
+        reader, adapters = MergedState(reader, adapters), ()
     chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}
     return sum(
         reader.nbytes(index, dtype)

@@ -74,7 +74,7 @@ def warn_of_bf16(sharded: ShardedModel) -> None:
         _log.warning(
             "the model computes in bf16, for which torch has no optimized kernels on this processor (no AVX-512): "
             "steps take up to 100 times as long as in fp32; shard the model with mp_policy=MixedPrecisionPolicy() and "
-            "omit --dtype bf16"
+            "omit --bf16 true"
         )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from support.processes import run_program
@@ -95,6 +96,25 @@ def test_trainer_resumes_and_exports(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "nvme" / "out").glob("checkpoint-*")]
     with safe_open(tmp_path / "nvme" / "exported" / "model.safetensors", "pt") as ended:
         assert "model.layers.0.mlp.up_proj.weight" in ended.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_fine_tuning_exports_model_and_tokenizer(method: str, tmp_path: Path) -> None:
+    """SFT runs on two ranks."""
+    ranks = {"sft": 2, "dpo": 0}[method]
+    printed = run(tmp_path, "fine_tuning.py", tmp_path / "run", "--method", method, ranks=ranks, torchrun=bool(ranks))
+    assert len(losses(printed)) == 6
+    trained = {file.name for file in (tmp_path / "run" / "trained").iterdir()}
+    assert trained >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_distributed_checkpoint_continues_in_memory(tmp_path: Path) -> None:
+    """The losses of plain FSDP2 equal those of the offloaded run, after a save to a folder or to an object store."""
+    printed = run(tmp_path, "distributed_checkpoint.py", tmp_path / "one", "--checkpoint", "memory://bucket/step-3")
+    assert len(losses(printed)) == 3
+    printed = run(tmp_path, "distributed_checkpoint.py", tmp_path / "two", ranks=2, torchrun=True)
+    assert len(losses(printed)) == 3
+    assert (tmp_path / "two" / "step-3" / ".metadata").exists()
 
 
 def test_accelerate_loop_resumes(tmp_path: Path) -> None:

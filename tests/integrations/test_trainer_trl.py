@@ -15,20 +15,9 @@ import infinity
 from infinity.accumulation.micro_batches import LayerMajor
 from infinity.errors import UnsupportedError
 from infinity.integrations.transformers import attach
+from support.preference_runs import WORDS, arguments, stopping, tokenizer
 from support.tables import WIDE, all_but
-from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings, with_adapters
-
-WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
-
-
-def tokenizer() -> Any:
-    """Return a tokenizer with a small vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["<pad>", "<eos>", *WORDS])}, "<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+from support.trainers import BATCH, STEPS, build, outcome_of, settings, with_adapters
 
 
 def texts(lengths: tuple[int, ...]) -> Any:
@@ -96,23 +85,12 @@ def test_sft_trainer_layer_major_equals_memory(tmp_path: Path) -> None:
 
 def dpo(out: Path, model: Any, reference: Any, *, nvme: Path | None = None, **given: Any) -> Any:
     """Return a `DPOTrainer`."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOTrainer
 
-    rows = Dataset.from_dict(
-        {name: [f"w{first + row} w{first + 1}" for row in range(16)] for name, first in PREFERENCES.items()}
-    )
-    arguments = DPOConfig(
-        str(out), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, **given,
-    )  # fmt: skip
-    trainer = DPOTrainer(model, ref_model=reference, args=arguments, train_dataset=rows, processing_class=tokenizer())
+    trainer = DPOTrainer(model, ref_model=reference, **arguments(out, **given))
     if nvme is not None:
         attach(trainer, settings(nvme))
     return trainer
-
-
-PREFERENCES = {"prompt": 10, "chosen": 40, "rejected": 70}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +158,7 @@ def test_sft_trainer_resumes_on_the_meta_device(tmp_path: Path) -> None:
     expected = outcome_of(uninterrupted)
     uninterrupted.optimizer.optimizer.close()
     first = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", **saved)
-    first.add_callback(_stopping(5))
+    first.add_callback(stopping(5))
     first.train()
     first.optimizer.optimizer.close()
     assert (tmp_path / "out" / "checkpoint-4" / "tokenizer.json").exists()
@@ -188,13 +166,3 @@ def test_sft_trainer_resumes_on_the_meta_device(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=True)
     outcome_of(again).equals(expected)
     again.end()
-
-
-def _stopping(step: int) -> Any:
-    from transformers import TrainerCallback
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= state.global_step >= step
-
-    return Stop()

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from infinity_tools.cli import app
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB"]
-SMALL += ["--threads", "1"]  # threads of several test processes that spin on the same cores are many times slower
+SMALL = ["train", "--model", "tiny", "--max_length", "32", "--per_device_train_batch_size", "4", "--host-memory", "1MiB"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ def environment(runtime: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TMPDIR": str(runtime),
         "COLUMNS": "200",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # threads of several processes that spin on the same cores are many times slower
     }
 
 
@@ -54,7 +56,7 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
     """Run `infinity` in this process. Without `picture`, training does not draw summary.png, which takes 0.5 s."""
     with ExitStack() as stack:
         if arguments[:1] == ("train",) and not picture:
-            stack.enter_context(patch("infinity_tools.loop.write_picture", autospec=True))
+            stack.enter_context(patch("infinity_tools.train.run.write_picture", autospec=True))
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

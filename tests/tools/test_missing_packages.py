@@ -16,14 +16,14 @@ def test_missing_package_names_extra(subtests: pytest.Subtests, tmp_path: Path) 
     """The message is one line, the status is 2, and nothing is trained."""
     for package, arguments, extra in [
         ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
-        ("transformers", SMALL, "cli"),
+        ("trl", SMALL, "train"),
         ("transformers", ["train", "--model", "list"], "cli"),
     ]:
         with subtests.test(package=package), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
             monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
             monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
-            done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--seq" in arguments else []))
+            done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--max_length" in arguments else []))
             assert done.status == 2
             assert done.output == ""
             assert len(done.errors.splitlines()) == 1, done.errors

@@ -34,7 +34,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
     paths = ["--nvme", str(place / "first"), "--nvme", str(place / "second"), "--out", str(place / "out")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(place / "tmp"))
-        done = run_here(*SMALL, *paths, "--steps", "1", "--checkpoint-every", "1", "--json")
+        done = run_here(*SMALL, *paths, "--max_steps", "1", "--save_steps", "1", "--json")
     return place, done.summary["run_id"]
 
 

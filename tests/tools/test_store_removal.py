@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nvme.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(place))
-        run_here(*SMALL, "--nvme", nvme, "--out", place / "out", "--steps", "1", "--checkpoint-every", "1")
+        run_here(*SMALL, "--nvme", nvme, "--out", place / "out", "--max_steps", "1", "--save_steps", "1")
     return nvme
 
 
@@ -295,7 +295,7 @@ def test_read_only_mount_supports_read_commands(read_only_mount: Path, tmp_path:
     assert "cannot be removed: Read-only file system" in done.errors
     options = ["--resume", "--resume-path", place, "--nvme", tmp_path / "new", "--out", tmp_path / "out", "--json"]
     (tmp_path / "new").mkdir()
-    assert run_here(*SMALL, *options, "--steps", "2").summary["first_step"] == 2
+    assert run_here(*SMALL, *options, "--max_steps", "2").summary["first_step"] == 2
 
 
 @as_root

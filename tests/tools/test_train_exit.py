@@ -21,7 +21,7 @@ from support.command import SMALL, environment, run_here, training
 
 def test_resuming_finished_run_exits_with_0(tmp_path: Path) -> None:
     """A supervisor that restarts a run until it finishes can then stop."""
-    train = [*SMALL, "--out", "out", "--steps", "2", "--checkpoint-every", "2"]
+    train = [*SMALL, "--out", "out", "--max_steps", "2", "--save_steps", "2"]
     first = run_here(*train, "--json").summary
     before = (tmp_path / "out/summary.json").read_bytes()
     again = run_here(*train, "--resume")
@@ -30,20 +30,20 @@ def test_resuming_finished_run_exits_with_0(tmp_path: Path) -> None:
     asked = run_here(*train, "--resume", "--json")
     assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 2)
     assert (tmp_path / "out/summary.json").read_bytes() == before
-    assert run_here(*train[:-4], "--steps", "3", "--resume", "--json").summary["first_step"] == 3
+    assert run_here(*train[:-4], "--max_steps", "3", "--resume", "--json").summary["first_step"] == 3
 
 
 def test_resuming_finished_run_creates_no_output_folder(tmp_path: Path) -> None:
     """Otherwise, repeated restarts would accumulate empty folders."""
-    train = [*SMALL, "--nvme", "nvme", "--steps", "1"]
+    train = [*SMALL, "--nvme", "nvme", "--max_steps", "1"]
     run_here(*train, "--out", "out")
-    assert run_here(*train, "--resume").status == 0
+    assert run_here(*train, "--resume", "auto", "--out", "out").status == 0
     assert not (tmp_path / "runs").exists()
 
 
 def test_closed_stderr_does_not_stop_training(tmp_path: Path) -> None:
     """A later signal still stops the run with a checkpoint."""
-    train = [*SMALL, "--out", "out", "--steps", "100000", "--checkpoint-every", "1"]
+    train = [*SMALL, "--out", "out", "--max_steps", "100000", "--save_steps", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *train],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
@@ -74,64 +74,64 @@ def test_full_output_folder_does_not_stop_training(tmp_path: Path, monkeypatch: 
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--checkpoint-every", "3")
+    ended = run_here(*SMALL, "--out", "out", "--max_steps", "3", "--save_steps", "3")
     assert ended.status == 0
     said = " ".join(ended.errors.split())
     assert said.count("steps.jsonl is missing steps from 1 on: No space left on device") == 1
-    assert said.count("written to out: Is a directory; the run itself is complete") == 1
+    assert said.count(f"written to {tmp_path}/out: Is a directory; the run itself is complete") == 1
     assert "summary.png" not in ended.output, "a file that was not written is not mentioned"
-    assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "--json").summary["finished"]
+    assert run_here(*SMALL, "--out", "out", "--max_steps", "3", "--resume", "--json").summary["finished"]
 
 
-@pytest.mark.parametrize("options", [("--resume-step", "2"), ("--keep", "never")])
-def test_resuming_finished_run_changes_no_files(options: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [("--resume", "out/checkpoint-2"), ("--resume",)])
+def test_resuming_finished_run_changes_no_files(options: tuple[str, ...], tmp_path: Path) -> None:
     """Neither later checkpoints nor the run itself are removed."""
-    train = [*SMALL, "--out", "out", "--checkpoint-every", "2"]
-    run_here(*train, "--steps", "4", "--retained-checkpoints", "2")
+    train = [*SMALL, "--out", "out", "--save_steps", "2"]
+    run_here(*train, "--max_steps", "4", "--save_total_limit", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
     assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
-    assert "finished" in run_here(*train, "--steps", "2", "--resume", *options).errors
+    assert "finished" in run_here(*train, "--max_steps", "2", *options).errors
     assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
 
 
 def test_output_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     """No file is changed and no state is stored; `--resume` continues the log."""
     train = [*SMALL, "--out", "out", "--nvme", "nvme"]
-    run_here(*train, "--steps", "2")
+    run_here(*train, "--max_steps", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()}
     runs = [*(tmp_path / "nvme").iterdir()]
-    ended = run_here(*train, "--steps", "3")
+    ended = run_here(*train, "--max_steps", "3")
     assert ended.status == 2
-    assert ended.errors.startswith("error: out/steps.jsonl belongs to an earlier run")
+    assert ended.errors.startswith(f"error: {tmp_path}/out/steps.jsonl belongs to an earlier run")
     assert len(ended.errors.splitlines()) == 1
     assert all(fix in ended.errors for fix in ("choose another --out", "with --resume"))
     assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()} == before
     assert [*(tmp_path / "nvme").iterdir()] == runs
-    assert run_here(*train, "--steps", "3", "--resume", "--json").summary["first_step"] == 3
+    assert run_here(*train, "--max_steps", "3", "--resume", "--json").summary["first_step"] == 3
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
 
 
 def test_resume_auto_restarts_run_without_checkpoint(tmp_path: Path) -> None:
     """The log of the earlier run is replaced."""
-    run_here(*SMALL, "--out", "out", "--steps", "2", "--keep", "never")
-    assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
+    run_here(*SMALL, "--out", "out", "--max_steps", "2", "--save_strategy", "no")
+    assert run_here(*SMALL, "--out", "out", "--max_steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
     assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 3
 
 
 def test_earlier_runs_are_counted(tmp_path: Path) -> None:
     for number, says in enumerate(("", "nvme contains 1 earlier run (", "nvme contains 2 earlier runs (")):
-        ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--steps", "1")
+        ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--max_steps", "1")
         assert says in " ".join(ended.errors.split())
 
 
 @pytest.mark.parametrize("options", [(), ("--resume", "auto")])
 def test_second_run_in_output_folder_is_rejected(options: tuple[str, ...], tmp_path: Path) -> None:
     """It is rejected even if its state is stored elsewhere."""
-    with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
-        ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--steps", "1", *options)
+    with training(tmp_path, *SMALL, "--out", "out", "--max_steps", "100000") as process:
+        ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--max_steps", "1", *options)
         assert ended.status == 2
-        assert ended.errors.startswith("error: another run is writing to --out 'out'")
+        assert ended.errors.startswith(f"error: another run is writing to --out '{tmp_path}/out'")
         assert len(ended.errors.splitlines()) == 1
         assert not (tmp_path / "other").exists()
         process.terminate()
@@ -147,7 +147,7 @@ def test_steps_log_must_be_regular_file(kind: str, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "out/steps.jsonl")
     else:
         (tmp_path / "out/steps.jsonl").symlink_to(tmp_path / "other")
-    ended = run_here(*SMALL, "--out", "out", "--steps", "1")
+    ended = run_here(*SMALL, "--out", "out", "--max_steps", "1")
     assert ended.status == 2
     reason = "No such device" if kind == "pipe" else "it is a link"  # a pipe without a reader
     assert f"out/steps.jsonl cannot be written: {reason}" in ended.errors
@@ -157,7 +157,7 @@ def test_steps_log_must_be_regular_file(kind: str, tmp_path: Path) -> None:
 
 def test_unwritable_steps_log_is_rejected_before_first_step(tmp_path: Path) -> None:
     (tmp_path / "out/steps.jsonl").mkdir(parents=True)
-    ended = run_here(*SMALL, "--out", "out", "--steps", "3")
+    ended = run_here(*SMALL, "--out", "out", "--max_steps", "3")
     assert ended.status == 2
     assert "out/steps.jsonl cannot be written: Is a directory" in ended.errors
     assert "choose another --out" in ended.errors
@@ -168,7 +168,7 @@ def test_unwritable_steps_log_is_rejected_before_first_step(tmp_path: Path) -> N
     [
         pytest.param("<&- >&- 2>&-", "", 0, id="closed", marks=pytest.mark.wide),
         pytest.param(">/dev/full 2>/dev/full", "", 1, id="full", marks=pytest.mark.wide),
-        pytest.param("2>&1 | true", "--checkpoint-every 1", 0, id="no reader"),
+        pytest.param("2>&1 | true", "--save_steps 1", 0, id="no reader"),
     ],
 )
 def test_unusable_standard_streams_do_not_stop_training(
@@ -178,7 +178,7 @@ def test_unusable_standard_streams_do_not_stop_training(
 
     The status is 1 if the result cannot be printed.
     """
-    train = f"{sys.executable} -m infinity_tools {' '.join(SMALL)} --out out --steps 2 {options}"
+    train = f"{sys.executable} -m infinity_tools {' '.join(SMALL)} --out out --max_steps 2 {options}"
     script = f"set -o pipefail; {train} {streams}"
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path / "tmp"), timeout=600, check=False
@@ -191,7 +191,7 @@ def test_unusable_standard_streams_do_not_stop_training(
 
 def test_closed_terminal_stops_run_with_checkpoint(tmp_path: Path) -> None:
     """SIGHUP then arrives more than once, as SIGTERM does under torchrun and batch systems."""
-    with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
+    with training(tmp_path, *SMALL, "--out", "out", "--max_steps", "100000") as process:
         assert process.stderr is not None
         process.stderr.close()
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_forwarded_signals_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_longer_than_record_limit_writes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step records are bounded, but the losses of all steps are kept."""
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
-    ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
+    ended = run_here(*SMALL, "--out", "out", "--max_steps", "5", picture=True)
     assert ended.status == 0
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").glob("s*.*")} == {0o644}
     assert "not included" not in ended.output
@@ -232,7 +232,7 @@ def test_run_longer_than_record_limit_writes_results(tmp_path: Path, monkeypatch
 
 
 def test_failed_plot_write_removes_partial_file(tmp_path: Path) -> None:
-    run_here(*SMALL, "--out", "out", "--steps", "3")
+    run_here(*SMALL, "--out", "out", "--max_steps", "3")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "full").mkdir()
@@ -247,7 +247,7 @@ def test_failed_plot_write_removes_partial_file(tmp_path: Path) -> None:
 
 def test_signal_ends_metrics_linger(tmp_path: Path) -> None:
     """Container runtimes send SIGKILL ten seconds after SIGTERM. The finished run exits with status 0."""
-    train = [*SMALL, "--out", "out", "--steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
+    train = [*SMALL, "--out", "out", "--max_steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *train],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),

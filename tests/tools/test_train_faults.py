@@ -13,7 +13,7 @@ import infinity.run.run
 from support.command import SMALL, Finished, run_here, run_process
 from support.command_faults import inject_faults
 
-STEPS = ["--steps", "8", "--checkpoint-every", "2", "--json"]
+STEPS = ["--max_steps", "8", "--save_steps", "2", "--json"]
 EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.pages failed: EIO \(Input/output error\)"
 
 
@@ -26,7 +26,7 @@ def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished
 
 def test_drive_error_names_last_checkpoint_and_resume_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is the last line, and it works after the drive has recovered."""
-    command = [*SMALL, "--steps", "60", "--checkpoint-every", "1", "--out", "out"]
+    command = [*SMALL, "--max_steps", "60", "--save_steps", "1", "--out", "out"]
     with monkeypatch.context() as broken:
         broken.setattr("infinity.run.run.open_engine", infinity.run.run.open_engine)  # restored at the end
         inject_faults("eio", 250, 9999)
@@ -36,7 +36,7 @@ def test_drive_error_names_last_checkpoint_and_resume_command(monkeypatch: pytes
     assert re.search(r"error: (read|write) of .* failed: EIO", error)
     found = re.fullmatch(r"the last checkpoint is step (\d+); resume with: infinity (.*)", last)
     assert found is not None, last
-    resumed = run_here(*shlex.split(found[2]), "--steps", str(int(found[1]) + 1), "--json")
+    resumed = run_here(*shlex.split(found[2]), "--max_steps", str(int(found[1]) + 1), "--json")
     assert resumed.summary["first_step"] == int(found[1]) + 1
 
 
@@ -56,7 +56,7 @@ def test_drive_error_stops_both_ranks_and_resume_is_bitwise(tmp_path: Path) -> N
     assert all(re.match(rf"rank 0: error: rank 1 failed: {EIO}", line) for line in others), others
     assert 'File "' not in re.sub(r"(?s)\S*torch/distributed/.*", "", broken.errors), "only torchrun prints a traceback"
     seen = [json.loads(line)["loss"] for line in (tmp_path / "b/steps.jsonl").read_text().splitlines()]
-    assert seen == straight.summary["losses"][: len(seen)]
+    assert seen == [loss for _, loss in straight.summary["losses"][: len(seen)]]
     rest = train(tmp_path, out="b", resume=True).summary
     assert 1 < rest["first_step"] <= len(seen) + 1
     assert rest["losses"] == straight.summary["losses"][rest["first_step"] - 1 :]

@@ -1,171 +1,108 @@
-"""Tests that samples are packed only for models that separate packed samples."""
+"""Tests that examples are packed only for models that separate packed examples."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
-from infinity.errors import UnsupportedError
-from infinity.models.small import small_copy
-from infinity_tools.recipe import begun
-from infinity_tools.samples import neighbors
-from infinity_tools.samples.batches import Drawn
-from infinity_tools.samples.neighbors import why_apart
-from infinity_tools.samples.pack import IGNORED
-from infinity_tools.samples.prepared import Sequences
-from support.command import run_here
-from support.fine_tuning import chats, make_tokenizer, texts, write_jsonl
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.models import small
+from infinity_tools.train.datasets import check_packing, why_not_packed
+from support.fine_tuning import MARKED, chats, make_model, make_tokenizer
 from support.tables import all_but
 
-TRAIN = ["train", "--seq", "64", "--batch-tokens", "256", "--host-memory", "1MiB", "--threads", "1", "--dtype", "fp32"]
-TRAIN += ["--model", "m", "--lr", "3e-3", "--steps", "3", "--json"]
-
-PACKED = {
-    "llama": {},
-    "gpt2": {},
-    "gpt_neo": {},
-    "gptj": {},
-    "falcon": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen3": {},
-    "qwen3_moe": {},
-    "gemma3_text": {},
-    "phi3": {},
-    "deepseek_v3": {},
-    "lfm2": {"layer_types": ["full_attention"] * 32},
-}
-"""Model types that separate packed samples by position, with configuration values."""
-APART: dict[str, dict[str, Any]] = {
-    "opt": {},
-    "bloom": {},
-    "mpt": {},
-    "xglm": {},
-    "gpt_oss": {},
-    "mamba": {},
-    "mamba2": {},
-    "rwkv": {},
-    "qwen3_next": {},
-    "lfm2": {"layer_types": ["full_attention", "conv"] * 16},
-    "jamba": {},
+SEPARATED: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt2": {}, "gpt_neo": {}, "gptj": {}, "falcon": {}, "mistral": {}, "mixtral": {}, "qwen3": {},
+    "qwen3_moe": {}, "gemma3_text": {}, "phi3": {}, "deepseek_v3": {}, "lfm2": {"layer_types": ["full_attention"] * 32},
+}  # fmt: skip
+"""Model types that separate packed examples by position, with configuration values."""
+MIXED: dict[str, dict[str, Any]] = {
+    "opt": {}, "bloom": {}, "mpt": {}, "xglm": {}, "gpt_oss": {}, "mamba": {}, "mamba2": {}, "rwkv": {},
+    "qwen3_next": {}, "lfm2": {"layer_types": ["full_attention", "conv"] * 16}, "jamba": {},
     "bert": {"is_decoder": True},
-}
-"""Model types that do not separate packed samples, with configuration values."""
+}  # fmt: skip
+"""Model types that do not separate them: masks ignore positions, or layers carry state across tokens."""
 
 
-def full_size(kind: str, values: dict[str, Any]) -> Any:
-    """Return a model configuration with transformers' default sizes."""
-    return transformers.AutoConfig.for_model(kind, **values)
-
-
-@pytest.mark.parametrize("kind", all_but(PACKED, *{*PACKED} - {"llama"}))
-def test_models_that_separate_packed_samples(kind: str) -> None:
+@pytest.mark.parametrize("kind", all_but(SEPARATED, *{*SEPARATED} - {"llama"}))
+def test_models_that_separate_packed_examples(kind: str) -> None:
     """The check changes neither the configuration nor the random state."""
-    config = full_size(kind, PACKED[kind])
+    config = transformers.AutoConfig.for_model(kind, **SEPARATED[kind])
     before, state = config.to_dict(), torch.get_rng_state()
-    assert why_apart(config) == ""
+    assert why_not_packed(config) == ""
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kind", all_but(APART, *{*APART} - {"mamba"}))
-def test_models_that_do_not_separate_packed_samples(kind: str) -> None:
-    """Their attention masks ignore positions, or their layers carry state across tokens."""
-    assert why_apart(full_size(kind, APART[kind])).startswith(f"{kind} does not separate packed samples:")
+@pytest.mark.parametrize("kind", all_but(MIXED, *{*MIXED} - {"mamba"}))
+def test_models_that_do_not_separate_packed_examples(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, **MIXED[kind])
+    assert why_not_packed(config) == f"{kind} does not separate packed examples"
 
 
-def test_small_copy_contains_every_layer_type() -> None:
-    """A layer type may occur only in the last of 32 layers."""
-    config = full_size("lfm2", {"layer_types": ["full_attention"] * 31 + ["conv"]})
-    assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 32  # type: ignore[arg-type, union-attr]
-    assert why_apart(config).startswith("lfm2 does not separate packed samples:")
-    config.layer_types = ["full_attention"] * 2 + ["conv"] + ["full_attention"] * 29
-    assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 3  # type: ignore[arg-type, union-attr]
-    assert why_apart(config).startswith("lfm2 does not separate packed samples:")
-
-
-def save_model(folder: Path, kind: str, **values: Any) -> Any:
-    """Save a small model with a tokenizer and return the model."""
-    torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(kind, vocab_size=320, **values)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    make_tokenizer(folder)
-    return model
-
-
-OPT = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-OPT |= {"dropout": 0.0, "max_position_embeddings": 128}
-BLOOM = {"hidden_size": 64, "n_layer": 2, "n_head": 4}
-MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        ("opt", OPT),
-        pytest.param("bloom", BLOOM, marks=pytest.mark.wide),
-        pytest.param("mamba", MAMBA, marks=pytest.mark.wide),
-    ],
-)
-def test_unseparated_samples_are_padded_not_packed(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
-    """Losses match a plain PyTorch loop, and the output reports the padding."""
-    model = save_model(tmp_path / "m", kind, **values).train()
-    write_jsonl(tmp_path / "d.jsonl", chats(30))
-    found = run_here(*TRAIN, "--data", "d.jsonl", "--eval-data", "d.jsonl", "--out", "o")
-    (file,) = (tmp_path / "o/data").glob("*.arrow")
-    source = Sequences(file)
-    rows = source.rows(range(len(source)))
-    assert len(source) == source.facts.rows == 30
-    assert set(rows) == {"input_ids", "labels"}
-    for tokens, labels in zip(rows["input_ids"], rows["labels"], strict=True):
-        counted = (labels != IGNORED).nonzero()
-        assert (tokens[: counted.max()] != 0).all()
-        assert (tokens[counted.max() + 1 :] == 0).all()
-    assert found.summary["not_packed"].startswith(f"{kind} does not separate packed samples:")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, begun({"lr": 3e-3}, 3).factor)
-    batches = Drawn(source, sequences=4, seed=0, rank=0, world_size=1)
-    for step, expected in enumerate(found.summary["losses"]):
-        loss = model(**batches.at(step), use_cache=False).loss
-        assert loss.item() == expected
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    said = " ".join(run_here(*TRAIN[:-1], "--data", "d.jsonl", "--out", "p").errors.split())
-    assert f"samples are padded, not packed: {kind} " in said
-
-
-def test_samples_are_not_packed_if_check_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts are always concatenated, and therefore need no check."""
+def test_models_that_cannot_be_checked_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that predicts the same for any tokens would seem to separate examples."""
+    config = transformers.AutoConfig.for_model("llama")
+    model: Any = small.small_copy(config, "AutoModelForCausalLM")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    monkeypatch.setattr(small, "small_copy", lambda *_: model)
+    assert why_not_packed(config).endswith("predicts the same for any tokens")
 
     def fail(*_: object) -> Any:
-        raise UnsupportedError("no small copy of a llama could be made: its layers are in no list")
+        raise UnsupportedError("no layers")
 
-    monkeypatch.setattr(neighbors, "small_copy", fail)
-    save_model(
-        tmp_path / "m", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    monkeypatch.setattr(small, "small_copy", fail)
+    assert why_not_packed(config).endswith("llama separates packed examples: no layers")
+
+
+def packing(folder: Path, model: Any, **options: Any) -> Any:
+    """Return an SFTTrainer that packs chats, after `check_packing`."""
+    from trl import SFTConfig, SFTTrainer
+
+    defaults = {"packing": True, "max_length": 96, "assistant_only_loss": True} | options
+    args = SFTConfig(
+        str(folder / "o"), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, **defaults
     )
-    write_jsonl(tmp_path / "d.jsonl", chats(20))
-    write_jsonl(tmp_path / "t.jsonl", texts(60))
-    found = run_here(*TRAIN, "--data", "d.jsonl", "--out", "o").summary
-    assert found["not_packed"] == (
-        "cannot check whether packed samples see each other: no small copy of a llama could be made: its layers are in "
-        "no list"
+    rows = Dataset.from_list(list(chats(40)))
+    tokenizer = make_tokenizer(folder / "t", MARKED)
+    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    check_packing(trainer, "m")
+    return trainer
+
+
+def test_packed_examples_do_not_attend_to_each_other(tmp_path: Path) -> None:
+    """All batches have one shape, the logits equal those of each example alone, and its first token is not trained."""
+    model = make_model(tmp_path / "m").eval()
+    trainer = packing(tmp_path, model)
+    batch = trainer.data_collator(list(trainer.train_dataset)[:3])
+    assert {name: value.shape for name, value in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (3, 96)
     )
-    (file,) = (tmp_path / "o/data").glob("*.arrow")
-    assert len(Sequences(file)) == 20
-    assert run_here(*TRAIN, "--data", "t.jsonl", "--out", "p").summary["not_packed"] == ""
+    trained = 0
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        for row in range(3):
+            starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), 96]
+            assert len(starts) > 2
+            for first, last in pairwise(starts):
+                alone = model(input_ids=batch["input_ids"][row : row + 1, first:last]).logits[0]
+                assert torch.allclose(together[row, first:last], alone, atol=1e-5)
+                assert batch["labels"][row, first] == -100
+                trained += int((batch["labels"][row, first:last] != -100).sum())
+    assert trained == sum(label != -100 for row in list(trainer.train_dataset)[:3] for label in row["labels"])
 
 
-def test_constant_predictions_do_not_prove_separation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model would seem to separate samples."""
-    model = small_copy(full_size("llama", {}), "AutoModelForCausalLM")
-    torch.nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type, union-attr]
-    monkeypatch.setattr(neighbors, "small_copy", lambda *_: model)
-    assert "predicts the same for any tokens" in why_apart(full_size("llama", {}))
+def test_packing_for_a_model_that_mixes_examples_is_rejected(tmp_path: Path) -> None:
+    """Joined texts and padded examples need no check."""
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=64, num_hidden_layers=2, state_size=8)
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(ConfigError, match="--model m: mamba does not separate packed examples; remove --packing"):
+        packing(tmp_path, model)
+    packing(tmp_path, model, packing=False)
+    packing(tmp_path, model, packing_strategy="wrapped")

@@ -100,8 +100,8 @@ def test_train_uses_tuned_settings(tuned: tuple[Path, dict[str, Any]], monkeypat
     settings = load_config("tuned/infinity.toml")
     assert settings.storage.paths == (str(folder / "nvme"),)
     assert settings.memory.host_bytes == summary["best"]["memory.host_bytes"] <= 2 << 20
-    words = ["--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--threads", "1"]
-    done = run_here("train", "--config", "tuned/infinity.toml", *words, "--steps", "1", "--out", "out", "--json")
+    words = ["--model", "tiny", "--max_length", "32", "--max_steps", "1", "--out", "out", "--json"]
+    done = run_here("train", "--config", "tuned/infinity.toml", *words)
     assert done.status == 0, done.errors
     assert done.summary["nvme_paths"] == [str((folder / "nvme").resolve())]
 

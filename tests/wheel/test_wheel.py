@@ -145,7 +145,7 @@ def test_the_extras_declare_all_dependencies(full_environment: Environment) -> N
 def test_commands_run_as_another_user(full_environment: Environment, work_folder: Path) -> None:
     """Training in a read-only folder writes only to `--out`."""
     out = work_folder / "tmp" / "out"
-    train = ["infinity", "train", "--model", "tiny", "--steps", "3", "--threads", "1", "--json"]
+    train = ["infinity", "train", "--model", "tiny", "--max_steps", "3", "--json"]
     failed = full_environment.run(*train)
     assert failed.returncode == 2
     assert "--out" in failed.stderr

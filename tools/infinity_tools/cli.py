@@ -21,7 +21,7 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)
 COMMANDS: Final = {
     "plan": "infinity_tools.plan.plan_command:plan",
     "tune": "infinity_tools.tune.tune_command:tune",
-    "train": "infinity_tools.train:app",
+    "train": "infinity_tools.train.train_command:app",
     "export": "infinity_tools.export:export",
     "store": "infinity_tools.store:app",
     "probe": "infinity_tools.probe.probe_command:probe",

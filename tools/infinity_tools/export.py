@@ -18,7 +18,7 @@ from infinity.units import MIB, format_size
 from infinity.untrusted_files import read_regular
 from infinity_tools.progress import byte_progress
 
-_DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = {"loaded": None, "trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CONFIG_LIMIT = 16 * MIB
 
 
@@ -33,8 +33,20 @@ def export(
         int | None, typer.Option(min=0, help="Step of the checkpoint. [default: the newest checkpoint]")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the safetensors weights: trained (as in training), fp32, bf16 or fp16.")
-    ] = "trained",
+        str,
+        typer.Option(
+            help="Dtype of the safetensors weights: loaded (as in the initial weights; for a model that was trained "
+            "from scratch, as trained), trained (usually fp32), fp32, bf16 or fp16."
+        ),
+    ] = "loaded",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the base model with the LoRA adapter folded into its weights, instead of the adapter. Only one "
+            "weight is in memory at a time.",
+        ),
+    ] = False,
     file_size: Annotated[
         str,
         typer.Option(
@@ -66,16 +78,19 @@ def export(
             raise ConfigError(f"--to {to!r} is not one of safetensors, dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-        if to == "dcp" and (dtype != "trained" or file_size or model_config is not None or companions is not None):
+        if to == "dcp" and (
+            dtype not in ("loaded", "trained") or file_size or model_config is not None or companions is not None
+        ):
             raise ConfigError(
-                "--dtype, --file-size, --model-config and --companions require --to safetensors; dcp exports the state "
-                "as trained, with one file per tensor"
+                "--dtype, --merge, --file-size, --model-config and --companions require --to safetensors; dcp exports "
+                "the state as trained, with one file per tensor"
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.reader import CheckpointReader
         from infinity.content.views import torch_dtype
         from infinity.formats.adapters import ADAPTER_CONFIG
+        from infinity.formats.companions import Companions
         from infinity.formats.dcp import dcp_bytes, export_dcp
         from infinity.formats.safetensors import FILE_BYTES, export_bytes, export_safetensors
         from infinity.formats.safetensors import file_size as size_of_file
@@ -95,20 +110,24 @@ def export(
             raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
         reader = CheckpointReader(chosen.folder, -1 if step is None else step)
         config = _config(model_config, reader.extra)
+        kept = Companions.of_run(chosen.folder.checkpoints)
         name = _DTYPES[dtype]
+        if dtype == "loaded" and to == "safetensors" and not kept.adapters:
+            name = kept.loaded_dtype
         console = Console(highlight=False)
         write: Callable[..., list[Path]]
         if to == "dcp":
             total, write = dcp_bytes(reader), partial(export_dcp, reader)
         else:
             chosen_dtype = torch_dtype(name) if name else None
-            total = export_bytes(reader, chosen_dtype)
+            total = export_bytes(reader, chosen_dtype, merge=merge)
             write = partial(
                 export_safetensors,
                 reader,
                 config=config,
                 companions=companions,
                 dtype=chosen_dtype,
+                merge=merge,
                 file_bytes=file_bytes,
             )
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:

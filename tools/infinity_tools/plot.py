@@ -34,17 +34,18 @@ def write_picture(out: Path, summary: dict[str, Any]) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    first, records = summary["first_step"], summary["step_records"]
-    _loss(left, list(range(first, first + summary["steps"])), summary["losses"], summary["eval_losses"])
+    records = summary["step_records"]
+    _loss(left, summary["losses"], summary["eval_losses"])
     _time(right, [record["step"] for record in records], records)  # a long run only has records of its last steps
     figure.suptitle(f"{summary['model']} · {short(summary['parameters'])} parameters · run {summary['run_id']}")
     with replacing(out / "summary.png", 0o666) as file:
         figure.savefig(file, format="png", dpi=120)
 
 
-def _loss(axes: Axes, steps: list[int], losses: list[float], held_out: Sequence[tuple[int, float]]) -> None:
-    mark = "o" if len(steps) <= 50 else ""
-    axes.plot(steps, losses, color="#4477aa", marker=mark, markersize=4, label="training")
+def _loss(axes: Axes, losses: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> None:
+    mark = "o" if len(losses) <= 50 else ""
+    if losses:
+        axes.plot(*zip(*losses, strict=True), color="#4477aa", marker=mark, markersize=4, label="training")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), color="#ee6677", marker="s", markersize=4, label="evaluation")
         axes.legend(frameon=False)

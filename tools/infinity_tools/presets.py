@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.errors import ConfigError
-from infinity.models import sharding
+from infinity.models import hub, sharding
 from infinity.models.building import attention_of, build, one_line
 from infinity.processor import multiplies_bf16
 from infinity.units import MIB, format_size
 
 _CONFIG_LIMIT = 16 * MIB
-_CAUSAL = "AutoModelForCausalLM"
+CAUSAL = "AutoModelForCausalLM"
+"""Class of the models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,15 @@ class ModelSource:
     """Folder of the weights. None: random initialization."""
 
 
-def find_model(name: str) -> ModelSource:
+def find_model(name: str, *, download: bool = False) -> ModelSource:
     """Return the model with this name.
 
+    Args:
+        name: Preset, config.json, folder, or id of a model on the Hub.
+        download: Whether to download the model if it is on the Hub. Default: only use the local cache.
+
     Raises:
-        ConfigError: If no preset, file, folder or cached model has this name, or transformers cannot read it.
+        ConfigError: If no preset, file, folder or model on the Hub has this name, or transformers cannot read it.
     """
     import transformers
 
@@ -97,13 +102,13 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(name=name, config=getattr(transformers, preset.config)(**preset.values))
     path = Path(name)
     if not (os.path.isfile(path) or os.path.isdir(path)):
-        cached = _in_cache(name)
+        cached = _from_hub(name) if download else _in_cache(name)
         if cached is None:
             near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model in the Hub "
-                f"cache{hint}"
+                f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model "
+                f"{'on the Hub' if download else 'in the Hub cache'}{hint}"
             )
         path = cached
     if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:
@@ -114,6 +119,20 @@ def find_model(name: str) -> ModelSource:
         raise ConfigError(f"--model {name!r} cannot be read as a config.json: {one_line(error)}") from error
     known = name if path != Path(name) else path.resolve().name
     return ModelSource(name=known, config=config, weights=path if path.is_dir() else None)
+
+
+def _from_hub(name: str) -> Path | None:
+    """Return the folder of a model in the local Hub cache, after downloading it, or None if the Hub has no such model.
+
+    Raises:
+        ConfigError: If the model has no safetensors files.
+    """
+    options = hub.HubOptions()
+    try:
+        config = hub.find_config(name, options, trust_remote_code=False, values={})
+    except ConfigError:
+        return None
+    return hub.find_weights(name, config, options)
 
 
 def _in_cache(name: str) -> Path | None:
@@ -134,23 +153,27 @@ def on_meta(source: ModelSource) -> nn.Module:
         ConfigError: If transformers has no causal language model for this configuration, or cannot build it.
     """
     try:
-        model = build(source.config, _CAUSAL, attn_implementation=attention_of(source.config, _CAUSAL))
+        model = build(source.config, CAUSAL, attn_implementation=attention_of(source.config, CAUSAL))
     except ConfigError as error:
         raise ConfigError(f"--model {source.name}: {error}") from error
-    if _sees_what_follows(model.config):
-        raise ConfigError(
-            f"--model {source.name}: {source.config.model_type} is not causal, so it would see the tokens that it "
-            "predicts; set is_decoder to true in its config.json"
-        )
+    check_causal(model.config, source.name)
     model.config.use_cache = False
     return model  # type: ignore[no-any-return]
 
 
-def _sees_what_follows(config: Any) -> bool:
-    """Return ``True`` if the model type supports masked language modeling and is not configured as a causal decoder."""
+def check_causal(config: Any, name: str) -> None:
+    """Check that a model does not see the tokens that it predicts.
+
+    Raises:
+        ConfigError: If its type supports masked language modeling and it is not configured as a causal decoder.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
+        raise ConfigError(
+            f"--model {name}: {config.model_type} is not causal, so it would see the tokens that it "
+            "predicts; set is_decoder to true in its config.json"
+        )
 
 
 def best_dtype() -> str:

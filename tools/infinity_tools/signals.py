@@ -1,4 +1,6 @@
-"""Graceful stop on Ctrl-C, SIGTERM and hangup: the current step is finished before the run ends."""
+"""Graceful stop on Ctrl-C, SIGTERM, hangup, and the warnings of schedulers (SIGUSR1, SIGUSR2): the current step is
+finished before the run ends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 from infinity.interrupts import SAME_SECONDS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_SECONDS = 0.2
 
 

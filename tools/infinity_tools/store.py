@@ -182,7 +182,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
         return f"the newest checkpoint (step {good}) is intact: resume from it, or continue training"
     if run.owner:
         return f"the run is live: its next checkpoint replaces these pages; until then, step {good} is intact"
-    return f"resume from the checkpoint of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
+    return f"resume from the checkpoint of step {good}: --resume OUT/checkpoint-{good} (run.resume_step = {good})"
 
 
 @app.command(cls=Command)

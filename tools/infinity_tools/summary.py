@@ -44,14 +44,14 @@ class RunFacts:
     """Number of ranks."""
     first_step: int
     """First step of this process, counted from the first step of the run."""
-    tokens_per_step: int
-    """Tokens per step, summed over all ranks."""
+    last_step: int
+    """Last step of this process."""
+    tokens_per_step: float
+    """Mean number of tokens per step, summed over all ranks. Padding does not count."""
     micro_batches: int
     """Micro-batches per rank per step."""
-    sequence_length: int
-    """Tokens per sequence."""
-    losses: tuple[float, ...]
-    """Loss of each step."""
+    losses: tuple[tuple[int, float], ...]
+    """Steps, and the logged loss of each."""
     io_engine: str
     """I/O engine."""
     update_schedule: str
@@ -65,11 +65,9 @@ class RunFacts:
     checkpointed_step: int | None
     """Step of the newest checkpoint, or None without a checkpoint."""
     recipe: Mapping[str, Any]
-    """Optimizer options, see `Recipe`."""
+    """Recipe of the run."""
     eval_losses: tuple[tuple[int, float], ...]
     """Steps, and the evaluation loss after each."""
-    not_packed: str
-    """Reason why dataset samples are not packed. Empty if they are packed, or if the data is plain text."""
 
 
 def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -103,7 +101,7 @@ def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     host_cache, peak = total(lambda r: r.host_cache_bytes), total(lambda r: r.peak_rss_bytes)
     return {
         **asdict(facts),
-        "steps": len(facts.losses),
+        "steps": facts.last_step - facts.first_step + 1,
         "step_seconds": step_seconds,
         "tokens_per_second": facts.tokens_per_step / step_seconds,
         "state_bytes": total(lambda r: r.state_bytes),
@@ -274,13 +272,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def result_lines(summary: dict[str, Any]) -> list[str]:
     """Return the remaining state of a run and the commands that use it, as unwrapped lines that can be copied."""
-    last, checkpointed, commands = (
-        summary["first_step"] + summary["steps"] - 1,
-        summary["checkpointed_step"],
-        summary["next"],
-    )
+    last, checkpointed, commands = summary["last_step"], summary["checkpointed_step"], summary["next"]
     if not commands:
-        return ["no state was kept on NVMe (--keep never)"]
+        return ["no state was kept on NVMe (--save_strategy no)"]
     lost = f"; later steps up to {last} are not included" if checkpointed != last else ""
     return [
         f"step {checkpointed} of run {summary['run_id']} is checkpointed in {', '.join(summary['nvme_paths'])}{lost}",
@@ -292,7 +286,6 @@ def result_lines(summary: dict[str, Any]) -> list[str]:
 
 def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     losses, seconds = s["losses"], s["step_seconds"]
-    last = s["first_step"] + len(losses) - 1
     state, host_cache, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_host_cache"]
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
     parts = {part: s[f"{part}_seconds_per_step"] for part in PARTS}
@@ -304,10 +297,12 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     shown = [f"{loss:.4f} at step {step}" for step, loss in (found if len(found) < 2 else (found[0], found[-1]))]
     held_out = [("evaluation loss", ", ".join(shown))] if shown else []
     micro = s["micro_batches"]
-    batch = [("batch", f"{s['tokens_per_step']} tokens, {micro} micro-batches per rank")] if micro > 1 else []
+    batch = [("batch", f"{s['tokens_per_step']:.0f} tokens, {micro} micro-batches per rank")] if micro > 1 else []
     return [
         *ended,
-        ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
+        ("loss", ", ".join(f"{loss:.4f} at step {step}" for step, loss in dict([losses[0], losses[-1]]).items()))
+        if losses
+        else ("loss", "not logged"),
         *held_out,
         *batch,
         ("step", f"{format_number(seconds)} s, {short(s['tokens_per_second'])} tokens/s"),
@@ -336,7 +331,7 @@ def _share(host_cache: float, state: float) -> str:
 def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the planned time per step, or no row if the run has no steady steps."""
     bandwidth, seconds = s["nvme_bandwidth_bytes_per_second"], s["predicted_step_seconds"]
-    if not seconds or len(s["losses"]) <= WARM_STEPS:
+    if not seconds or s["steps"] <= WARM_STEPS:
         return []
     alone = s["predicted_transfer_seconds_per_step"]
     planned = f"{format_number(seconds)} s; transfers alone {format_number(alone)} s at {rate(bandwidth)}"
@@ -345,5 +340,5 @@ def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:
     moved, predicted = s[f"nvme_{direction}_bytes_per_step"], s[f"predicted_{direction}_bytes_per_step"]
-    planned = f", {moved / predicted:.1%} of the plan" if predicted and len(s["losses"]) > WARM_STEPS else ""
+    planned = f", {moved / predicted:.1%} of the plan" if predicted and s["steps"] > WARM_STEPS else ""
     return f"{format_size(moved)} at {rate(moved / seconds)}{planned}"

@@ -22,7 +22,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import Config, check_config, load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.formats.adapters import peft_model
-from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs
+from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs, keep_tokenizer
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
 from infinity.integrations.resume_points import restore_settings, settings_of
@@ -326,6 +326,8 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+            if state.saving is not None:
+                keep_tokenizer(paged.run.folder.checkpoints, tokenizer)
         torch.save(args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -266,7 +266,7 @@ def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
         )
     kept = _DTYPES[asked.dtype]
     if asked.lora is not None:
-        from infinity_tools.lora_options import Lora
+        from infinity_tools.plan.lora import Lora
 
         lora = Lora.of(asked.lora)
         model = with_lora(model, lora.r, kept, lora.targets)

@@ -53,7 +53,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
-            help="Freeze the model and train LoRA adapters of rank r, as with `infinity train`.",
+            help="Freeze the model and train LoRA adapters of rank r.",
             rich_help_panel=_MODEL,
         ),
     ] = None,

@@ -11,24 +11,18 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.estimate.estimate import Estimate
 from infinity.units import format_setting
+from infinity_tools.plan.lora import Lora
 
 if TYPE_CHECKING:
     from infinity_tools.plan.inputs import Asked
 
-_SETTINGS: Final = {
-    "memory.page_bytes": "--page-bytes",
-    "state.format": "--state-format",
-    "update.schedule": "--update",
-    "activations.tier": "--activations",
-    "run.retained_checkpoints": "--retained-checkpoints",
-}
-"""Settings that both commands have an option for, except the host cache, which is always passed."""
-_HOST_CACHE: Final = "memory.host_bytes"
+_OWN: Final = ("memory.host_bytes", "run.retained_checkpoints", "storage.paths")
+"""Settings for which `infinity train` has options of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Tokens of a step, named as in the `infinity train` options."""
+    """Tokens of a step, named as in `infinity_tools.batch`."""
 
     batch_tokens: int
     micro_tokens: int | None
@@ -49,23 +43,24 @@ def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | 
     """
     if asked.model is None or found.problems or asked.nodes > 1:
         return None
-    from infinity_tools.options import batch_words
+    from infinity_tools.batch import batch_words
+    from infinity_tools.presets import find_model
 
     if why := _why_not(asked, found, written):
         return f"`infinity train` cannot run this plan: {why}"
-    batch = _batch(found)
-    words = ["infinity", "train", "--model", asked.model, "--dtype", asked.dtype]
-    words += batch_words(
-        batch.batch_tokens, batch.seq, batch.micro_tokens, asked.loss_tokens, checkpointing=asked.checkpointing
-    )
-    if asked.clip:
-        words += ["--max-grad-norm", "1"]
+    words = ["infinity", "train", "--model", asked.model, "--bf16", str(asked.dtype == "bf16").lower()]
+    if find_model(asked.model).weights is not None:
+        words += ["--data", "DATA"]
+    words += batch_words(_batch(found), asked.ranks, checkpointing=asked.checkpointing)
+    words += ["--max_grad_norm", "1" if asked.clip else "0"]
     if asked.lora is not None:
-        words += ["--lora", asked.lora]
+        words += Lora.of(asked.lora).words
     if asked.ranks > 1:
         words += ["--nproc", str(asked.ranks)]
     if settings.run.retained_checkpoints == 0:
-        words += ["--keep", "never"]
+        words += ["--save_strategy", "no"]
+    elif settings.run.retained_checkpoints > 1:
+        words += ["--save_total_limit", str(settings.run.retained_checkpoints)]
     return shlex.join(words + _of_settings(asked, settings, written))
 
 
@@ -77,8 +72,8 @@ def _of_settings(asked: Asked, settings: Config, written: Path | None) -> list[s
         words += ["--nvme", path]
     words += ["--host-memory", format_setting(settings.memory.host_bytes)]
     for name, value in asked.settings.items():
-        if name in _SETTINGS:
-            words += [_SETTINGS[name], str(value)]
+        if name not in _OWN:
+            words += [f"--offload.{name}", str(value)]
     return words
 
 
@@ -91,17 +86,15 @@ def _batch(found: Estimate) -> _Batch:
 
 
 def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
-    from infinity_tools.options import check_batch, check_sequences
+    from infinity_tools.batch import check_batch, check_sequences
     from infinity_tools.presets import find_model
 
     if asked.optimizer != "adamw":
         return "it only supports --optimizer adamw"
     if asked.trainable is not None:
-        return "it does not support --trainable; it trains all parameters or --lora"
+        return "it does not support --trainable; it trains all parameters or --peft"
     if asked.loop:
-        return "it does not support --loop; each layer processes all micro-batches (--micro-tokens)"
-    if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_HOST_CACHE}]):
-        return f"{others[0]} must be set in a --config file; pass --out to write one"
+        return "it does not support --loop; each layer processes all micro-batches (--gradient_accumulation_steps)"
     try:
         check_sequences(_batch(found))
         check_batch(_batch(found), find_model(asked.model or ""), asked.ranks)

@@ -139,7 +139,7 @@ def _nothing(state: State, width: int) -> list[Text]:
     else:
         said = [
             f"no run on this node uses the runtime folder {folder}",
-            "start one, for example: infinity train --model tiny --steps 1000",
+            "start one, for example: infinity train --model tiny --max_steps 1000",
         ]
     return [Text(line) for text in ("", *said) for line in (_wrapped(text, width) or [""])]
 

@@ -26,7 +26,7 @@ _LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Model and batch of a training run, named as in the `infinity train` options."""
+    """Model and batch of a training run, named as in `infinity_tools.batch`."""
 
     model: str
     dtype: str
@@ -53,7 +53,7 @@ class Trials:
 
         import infinity
         from infinity.ranks import Ranks
-        from infinity_tools.options import check_batch
+        from infinity_tools.batch import check_batch
         from infinity_tools.presets import best_dtype, find_model
 
         if workload.threads:

@@ -136,18 +136,12 @@ def tune(
 
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
-    from infinity_tools.options import batch_words
+    from infinity_tools.batch import batch_words
     from infinity_tools.tune.tuning import FILES, SETTINGS
 
     words = ["infinity", "train", "--config", str(out / SETTINGS), "--model", workload.model]
-    words += batch_words(
-        workload.batch_tokens, workload.seq, workload.micro_tokens, workload.loss_tokens,
-        checkpointing=workload.activation_checkpointing,
-    )  # fmt: skip
-    if workload.max_grad_norm is not None:
-        words += ["--max-grad-norm", f"{workload.max_grad_norm:g}"]
+    words += batch_words(workload, 1, checkpointing=workload.activation_checkpointing)
+    words += ["--max_grad_norm", f"{workload.max_grad_norm or 0:g}"]
     if workload.dtype != "auto":
-        words += ["--dtype", workload.dtype]
-    if workload.threads:
-        words += ["--threads", str(workload.threads)]
+        words += ["--bf16", str(workload.dtype == "bf16").lower()]
     return ["", f"wrote {', '.join(str(out / name) for name in FILES)}", shlex.join(words)]

@@ -1,19 +1,12 @@
-"""Parsing of `--lora`, and creation of the adapters."""
+"""LoRA options of `infinity plan`."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.models.adapted import with_adapters
-from infinity.optional_dependencies import needs
 
-_ALL = "all-linear"
 _FORM = "16, r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 
@@ -51,45 +44,9 @@ class Lora:
         targets = f",targets={'+'.join(self.targets)}" if self.targets else ""
         return f"r={self.r},alpha={self.alpha:g},dropout={self.dropout:g}{targets}"
 
-
-def check_lora(text: str) -> str:
-    """Return the value of `--lora` in canonical form. Raises `ConfigError`, and `MissingPackageError` if peft is not
-    installed.
-    """
-    with needs("peft", f"--lora {text}"):
-        import peft  # noqa: F401
-    return str(Lora.of(text))
-
-
-def named(model: str) -> str:
-    """Return the name of the base model in an adapter: the value of `--model`, with folders as absolute paths."""
-    return os.path.abspath(model) if os.path.exists(model) else model
-
-
-def add_lora(model: nn.Module, text: str, name: str) -> nn.Module:
-    """Return the model with its own parameters frozen and adapters added.
-
-    Args:
-        model: Transformers model on the meta device, before sharding.
-        text: Value of `--lora`, see `Lora`.
-        name: Name of the model, for messages and for `infinity export`.
-
-    Raises:
-        ConfigError: If the model has no matching modules.
-    """
-    import peft
-
-    asked = Lora.of(text)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=asked.r,
-        lora_alpha=int(asked.alpha) if asked.alpha == int(asked.alpha) else asked.alpha,  # type: ignore[arg-type]
-        lora_dropout=asked.dropout,
-        target_modules=list(asked.targets) or _ALL,
-    )
-    try:
-        found: Any = with_adapters(model, config)
-    except ConfigError as error:
-        raise ConfigError(f"--lora {text}: {error}") from error
-    found.peft_config["default"].base_model_name_or_path = name
-    return found  # type: ignore[no-any-return]
+    @property
+    def words(self) -> list[str]:
+        """Return the options of `infinity train` with the same meaning."""
+        words = ["--peft.r", str(self.r), "--peft.lora_alpha", f"{self.alpha:g}"]
+        words += ["--peft.lora_dropout", f"{self.dropout:g}"] if self.dropout else []
+        return words + (["--peft.target_modules", *self.targets] if self.targets else [])

@@ -1,0 +1,74 @@
+"""Tests of TRL's `DPOTrainer` with its state on NVMe, and of that of `infinity train`, on one and two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import ConfigError
+from infinity.integrations.transformers import attach
+from infinity_tools.train.preferences import PreferenceTrainer
+from support.preference_runs import arguments, stopping, trained
+from support.ranks import RankPool
+from support.trainers import build, outcome_of, settings
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def test_dpo_on_one_rank_equals_memory(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "memory", "memory", EVALUATED)
+    assert len(set(expected.losses)) == 3
+    for kind in ("attach", "command"):
+        trained(tmp_path / kind, kind, EVALUATED).equals(expected)
+
+
+def test_dpo_on_two_ranks_equals_memory(pair: RankPool, tmp_path: Path) -> None:
+    expected = pair.run(trained, tmp_path / "memory", "memory", EVALUATED)
+    for kind in ("attach", "command"):
+        for outcome, wanted in zip(pair.run(trained, tmp_path / kind, kind, EVALUATED), expected, strict=True):
+            assert outcome.losses == wanted.losses
+            assert outcome.evaluations == wanted.evaluations
+            assert {name: value.tolist() for name, value in outcome.weights.items()} == {
+                name: value.tolist() for name, value in wanted.weights.items()
+            }
+
+
+def test_dpo_of_adapters_equals_memory(tmp_path: Path) -> None:
+    """The reference is the frozen model without adapters."""
+    expected = trained(tmp_path / "memory", "memory", EVALUATED, True)
+    trained(tmp_path / "command", "command", EVALUATED, True).equals(expected)
+
+
+def test_resumed_dpo_uses_the_references_of_the_initial_weights(tmp_path: Path) -> None:
+    """A resumed run whose stored values are damaged is rejected, because its weights are trained already."""
+
+    def trainer(out: str) -> Any:
+        saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+        made = PreferenceTrainer(build(), **arguments(tmp_path / out, **saved))
+        attach(made, settings(tmp_path / f"{out}-nvme"))
+        return made
+
+    straight, first = trainer("straight"), trainer("out")
+    straight.train()
+    expected = outcome_of(straight)
+    straight.optimizer.optimizer.close()
+    first.add_callback(stopping(2))
+    first.train()
+    first.optimizer.optimizer.close()
+    again = trainer("out")
+    again.train(resume_from_checkpoint=True)
+    outcome_of(again).equals(expected)
+    again.optimizer.optimizer.close()
+    (file,) = (tmp_path / "out").glob("reference-train-*.npz")
+    content = file.read_bytes()
+    for damaged in (content[:200] + bytes([content[200] ^ 1]) + content[201:], content[:200], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="reference log probabilities"):
+            trainer("out").train(resume_from_checkpoint=True)
+
+
+def test_synchronized_reference_models_are_not_supported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sync_ref_model"):
+        PreferenceTrainer(build(), **arguments(tmp_path, sync_ref_model=True))

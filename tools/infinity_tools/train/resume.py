@@ -1,0 +1,142 @@
+"""Resuming a run: its recipe, the checkpoint to start from, and the commands that use a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from infinity import Config
+from infinity.checkpoint.durable import write_durably
+from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.transformers import trainer_checkpoints
+from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
+from infinity_tools.train import recipe as recipes
+from infinity_tools.train.recipe import Recipe
+
+_log = logging.getLogger("infinity")
+_DATA = "data.json"
+"""File in the output folder with the checksum of the prepared training data."""
+_LIMIT = 1 << 24
+_DEFAULTS: Recipe = {"model": "llama-100m", "method": "sft"}
+
+
+def merged(given: Recipe, resume: str) -> tuple[Recipe, Recipe]:
+    """Return the recipe of a run and, if it is resumed, the previous values of the keys that change.
+
+    Args:
+        given: Checked values of the recipe and the command line.
+        resume: Value of `--resume`.
+
+    Raises:
+        ConfigError: if a given value conflicts with the run to resume, or there is none.
+    """
+    if not resume:
+        return {**_DEFAULTS, **given}, {}
+    named = resume not in ("latest", "auto")
+    out = Path(resume).parent if named and "output_dir" not in given else Path(given.get("output_dir", ""))
+    if not named and "output_dir" not in given:
+        raise ConfigError("--resume requires the folder of the run: pass --out, or the OUT/recipe.yaml of the run")
+    file = out / recipes.FILE
+    if not file.is_file():
+        if resume == "auto":
+            return {**_DEFAULTS, **given}, {}
+        raise ConfigError(f"nothing to resume: {str(file)!r} does not exist; omit --resume, or pass --resume auto")
+    stored = recipes.read(file)
+    stored |= {"output_dir": str(out.absolute())}
+    fixed, changed = recipes.conflicts(given, stored)
+    if fixed:
+        raise ConfigError(
+            f"the run in {str(out)!r} cannot continue with {recipes.shown(fixed, stored)}; omit what differs, or start "
+            "a new run with another --out"
+        )
+    return {**stored, **changed}, {key: stored.get(key) for key in changed}
+
+
+def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path | None:
+    """Return the Trainer's checkpoint folder to start from, or None to start a new run.
+
+    Raises:
+        CheckpointError: if no checkpoint can be used. With ``auto``, there may be none at all.
+    """
+    if not resume:
+        return None
+    if resume not in ("latest", "auto"):
+        return ranks.together("reading the checkpoint", lambda: trainer_checkpoints.Checkpoint.read(resume).folder)
+    paths = settings.run.resume_paths or settings.storage.paths
+    found, behind = trainer_checkpoints.newest(out, paths, ranks)
+    if ranks.rank == 0:
+        for other in behind:
+            _log.warning("%s is ignored, because its state is not in %s", other, ", ".join(paths))
+    if found is None and (behind or resume != "auto"):
+        raise CheckpointError(f"no checkpoint in {str(out)!r} has its state in {', '.join(paths)}; nothing to resume")
+    return None if found is None else found.folder
+
+
+def finished(start: Path, args: Any) -> tuple[str, int] | None:
+    """Return the id and last step of a run that has no steps left to train, or None."""
+    state = json.loads((start / "trainer_state.json").read_text())
+    step, epoch = int(state["global_step"]), float(state.get("epoch") or 0)
+    ended = step >= args.max_steps if args.max_steps > 0 else epoch >= args.num_train_epochs
+    return (trainer_checkpoints.Checkpoint.read(start).run_id, step) if ended else None
+
+
+def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> None:
+    """Record the prepared training data and the batch of a new run, or compare them with the resumed run.
+
+    The Trainer finds its position in the data by counting steps, so a step must draw as many examples as before.
+
+    Raises:
+        ConfigError: if the data or the batch of a resumed run has changed.
+    """
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.world_size
+
+    def check() -> None:
+        file = out / _DATA
+        if start is None or not file.is_file():
+            write_durably(file, (json.dumps({"checksum": checksum, "batch": batch}) + "\n").encode(), mode=0o666)
+            return
+        before = json.loads(file.read_text())
+        if before["checksum"] != checksum:
+            raise ConfigError(
+                f"the prepared data differs from the data of the run in {str(out)!r} (checksum {checksum}, not "
+                f"{before['checksum']}); restore the data and tokenizer, or start a new run with another --out"
+            )
+        if before["batch"] != batch:
+            raise ConfigError(
+                f"a step draws {batch} examples, but {before['batch']} in the run to resume; choose "
+                "--per_device_train_batch_size and --gradient_accumulation_steps so that their product with the "
+                f"{ranks.world_size} ranks is {before['batch']}"
+            )
+
+    ranks.on_first("checking the prepared data", check)
+
+
+def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, stopped: bool) -> dict[str, str]:
+    """Return the commands that export the run, resume it, and free its space.
+
+    The commands name the run explicitly, because another run in these folders may be the newest by the time they are
+    used.
+    """
+    out = Path(recipe["output_dir"])
+    folders = shlex.join(str(root.parent) for root in run.roots)
+    train = ["infinity", "train"]
+    more = []
+    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torchrun
+        more = ["--nproc", str(ranks.world_size)]
+    elif ranks.world_size > 1:
+        train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
+    if not stopped and recipe.get("max_steps", -1) > 0:
+        more += ["--max_steps", str(2 * recipe["max_steps"])]
+    elif not stopped:
+        more += ["--num_train_epochs", f"{2 * recipe['num_train_epochs']:g}"]
+    return {
+        "export": f"infinity export {folders} --run {run.run_id} --step {step} "
+        f"--out {shlex.quote(str(out / f'step{step}'))}",
+        "resume": shlex.join([*train, str(out / recipes.FILE), "--resume", *more]),
+        "free": f"infinity store rm {folders} {run.run_id}",
+    }

@@ -1,0 +1,520 @@
+"""A training run of `infinity train`: model, data, trainer and results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import infinity
+from infinity import Config, PagedOptimizer, load_config
+from infinity.config import check_config, runtime_dir, with_absolute_paths
+from infinity.errors import ConfigError, InfinityError, is_lost_connection
+from infinity.models.building import attention_of, one_line
+from infinity.optional_dependencies import needs
+from infinity.ranks import Ranks
+from infinity.run.run_name import with_name
+from infinity.telemetry import read_stats_file
+from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
+from infinity.units import format_size
+from infinity_tools.measure import report
+from infinity_tools.plot import write_picture
+from infinity_tools.presets import CAUSAL, ModelSource, best_dtype, check_causal, count_parameters, find_model
+from infinity_tools.progress import View, open_view, short
+from infinity_tools.signals import StopRequest
+from infinity_tools.summary import Claim, RunFacts, result_lines, summarize, summary_table, write_summary
+from infinity_tools.train import recipe as recipes
+from infinity_tools.train import resume
+from infinity_tools.train.callbacks import LOG, RunCallback
+from infinity_tools.train.recipe import Recipe
+
+_log = logging.getLogger("infinity")
+_DEFAULTS = {
+    "logging_steps": 1, "save_strategy": "steps", "save_total_limit": 1, "report_to": "none",
+    "logging_nan_inf_filter": False,
+}  # fmt: skip
+"""Fields of TRL's configuration whose defaults differ from TRL's."""
+_FROM_SCRATCH = {
+    "max_steps": 20, "max_length": 256, "per_device_train_batch_size": 2, "learning_rate": 3e-4, "weight_decay": 0.1,
+    "warmup_steps": 4, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "max_grad_norm": 0.0, "gradient_checkpointing": False,
+}  # fmt: skip
+"""Further defaults for a model without weights. Without clipping, updates run in backward."""
+_FINE_TUNING = {"num_train_epochs": 1.0, "learning_rate": 2e-5, "per_device_train_batch_size": 8}
+"""Further defaults for a pretrained model."""
+_LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+"""Fields of `LoraConfig` whose defaults differ from peft's."""
+_NOISE = (
+    "parallel_mode != ParallelMode.DISTRIBUTED", "already on multiple devices", "has new PAD/BOS/EOS tokens",
+    "tokenizer has been changed", "padding_free", "Mismatch between tokenized prompt",
+)  # fmt: skip
+"""Parts of log messages of transformers and TRL that do not apply here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that concern one start of a run, which recipes therefore do not contain."""
+
+    resume: str
+    """Empty: start a new run. `latest`, `auto` (start a new run if there is no checkpoint), or a checkpoint folder."""
+    config: Path | None
+    """TOML file with settings."""
+    trace: str
+    """File for a timeline, or empty."""
+    metrics_port: int | None
+    """Port on which the first rank of each node serves metrics. None: no metrics. 0: any free port."""
+    metrics_host: str
+    """Address on which metrics are served."""
+    metrics_linger: float
+    """Seconds for which metrics stay available after the last step."""
+    json: bool
+    """Whether to print only the summary, as JSON."""
+
+
+def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
+    """Train, and return the exit status: 0, or 128 and the number of the signal that ended the run early.
+
+    Args:
+        given: Values of the recipe and the command line, with unchecked keys and types.
+        options: Options of this start.
+
+    Raises:
+        InfinityError: if a value is invalid or training failed. The message gives the reason.
+    """
+    given = recipes.checked(given, str(given.get("method", "sft")))
+    recipe, before = resume.merged(given, options.resume)
+    settings = load_config(options.config).with_values(**recipes.settings_of(recipe))
+    recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
+    if options.trace:
+        settings = settings.with_values(**{"telemetry.timeline": options.trace})
+    if settings.storage.paths:
+        check_config(settings)
+    mesh, ranks = infinity.mesh(), Ranks.current()
+    console = Console(stderr=True)
+    _route_logs(console, ranks, quiet=options.json)
+    out = Path(recipe.get("output_dir") or ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S"))).absolute()
+    recipe["output_dir"] = str(out)
+    made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
+    settings = ranks.together("creating the output folder", lambda: _with_folders(out, settings))
+    written: list[Path] = []
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
+        stack.enter_context(_without_leftovers(made))
+        claim: Any = (lambda: Claim(out, LOG, resumes=bool(options.resume))) if ranks.rank == 0 else nullcontext
+        stack.enter_context(ranks.together("claiming the output folder", claim))
+        stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
+        view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
+        start = resume.find_start(out, options.resume, settings, ranks)
+        if start is not None and before and ranks.rank == 0:
+            changed = recipes.shown({key: recipe[key] for key in before}, before)
+            _log.warning("these values replace the recipe of the run: %s", changed)
+        view.doing("loading the model's configuration")
+        source = _find_source(recipe, ranks)
+        run = Run(recipe, settings, source, ranks, view, stop, options)
+        trainer = run.trainer(mesh, stack, start)
+        stack.enter_context(_closing(run.callback))
+        if start is not None and (ended := resume.finished(start, trainer.args)):
+            if ranks.rank == 0:
+                _show_finished(*ended, view, options)
+            stack.close()
+            _leave(ranks)
+            return 0
+        run.train(trainer, start)
+        summary = run.summary(trainer)
+        if ranks.rank == 0:
+            written = _write_results(out, summary)
+        if ranks.local_rank == 0 and options.metrics_port is not None:
+            stop.sleep(options.metrics_linger)
+        status = 128 + run.callback.stopped_by if run.callback.stopped_by else 0
+    if ranks.rank == 0:
+        _show(summary, written, options)
+    _leave(ranks)
+    return status
+
+
+def _arguments(recipe: Recipe, defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
+    """Return the arguments of the trainer. Raises `ConfigError` if they contradict each other."""
+    values = {**defaults, **recipes.arguments_of(recipe), **fixed}
+    # FSDP2's mixed precision policy computes in bf16, so autocast is not needed.
+    values |= {"bf16": False, "disable_tqdm": True, "use_cpu": values.get("use_cpu", not torch.cuda.is_available())}
+    try:
+        return recipes.config_class(recipe["method"])(**values)
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise ConfigError(one_line(error)) from error
+
+
+class Run:
+    """Parts of a run."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        settings: Config,
+        source: ModelSource,
+        ranks: Ranks,
+        view: View,
+        stop: StopRequest,
+        options: RunOptions,
+    ) -> None:
+        self._recipe, self._source, self._ranks, self._view = recipe, source, ranks, view
+        self._options, self._out = options, Path(recipe["output_dir"])
+        self._settings = with_name(settings, source.name, self._out)
+        bf16 = recipe.get("bf16")
+        self._dtype = best_dtype() if bf16 is None else ("bf16" if bf16 else "fp32")
+        self._pages = LocalPages(runtime_dir(settings.telemetry))
+        self._said = ""  # description of the data
+        self._parameters, self._trainable = 0, 0
+        self.callback = RunCallback(self._out, ranks, view, stop, self._began)
+
+    def trainer(self, mesh: Any, stack: ExitStack, start: Path | None) -> Any:
+        """Return the trainer, which stores its state on NVMe when training starts.
+
+        Args:
+            mesh: Device mesh.
+            stack: Stack for the metrics server.
+            start: Checkpoint folder from which training will resume, if any.
+        """
+        from infinity.integrations.transformers import attach
+        from infinity_tools.train import datasets
+
+        recipe, source, options = self._recipe, self._source, self._options
+        pretrained = source.weights is not None
+        if pretrained and not recipe.get("data"):
+            raise ConfigError(f"--model {source.name} is pretrained, so --data is required: a dataset to fine-tune on")
+        tokenizer = datasets.load_tokenizer(recipe.get("tokenizer"), source, recipe.get("chat_template_path"))
+        self._view.doing("preparing the data")
+        chosen = datasets.DataOptions(
+            data=tuple(recipe.get("data") or ()),
+            split=recipe.get("split") or "",
+            eval_data=tuple(recipe.get("eval_data") or ()),
+            eval_split=recipe.get("eval_split") or "",
+            columns=recipe.get("columns") or {},
+        )
+        data = datasets.load(chosen, recipe["method"], tokenizer, source)
+        self._said = data.said
+        defaults = {**_DEFAULTS, **(_FINE_TUNING if pretrained else _FROM_SCRATCH), **data.defaults}
+        if data.evaluation is not None:
+            defaults["eval_strategy"] = "steps" if "eval_steps" in recipe else "epoch"
+        if "num_train_epochs" in recipe:
+            defaults.pop("max_steps", None)
+        if recipe.get("early_stopping_patience"):
+            defaults |= {"load_best_model_at_end": True, "save_strategy": defaults.get("eval_strategy", "no")}
+        if recipe.get("load_best_model_at_end", defaults.get("load_best_model_at_end")):
+            defaults["save_total_limit"] = 2  # with 1, the Trainer keeps only the best checkpoint at the end
+        defaults["run_name"] = self._settings.run.name
+        args = _arguments(recipe, defaults, {"output_dir": str(self._out), "chat_template_path": None})
+        kept = {**defaults, "bf16": self._dtype == "bf16"}
+        recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
+        if options.metrics_port is not None and self._ranks.local_rank == 0:
+            from infinity.telemetry.exporter import serve  # needs the extra `daemon`
+
+            server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
+            host = options.metrics_host or socket.gethostname()
+            self._view.say(f"metrics: http://{host}:{server.port}/metrics")
+        if args.max_grad_norm and self._settings.update.schedule == "in_backward":
+            raise ConfigError(
+                f'update.schedule = "in_backward" updates before the global norm is known, but --max_grad_norm '
+                f'{args.max_grad_norm:g} needs it; pass --max_grad_norm 0, or use "in_forward"'
+            )
+        longest = getattr(source.config, "max_position_embeddings", None)
+        if longest is not None and args.max_length is not None and args.max_length > longest:
+            raise ConfigError(
+                f"--max_length {args.max_length} exceeds the {longest} positions of the model (max_position_embeddings)"
+            )
+        model = self._model(mesh)
+        callbacks: list[Any] = [self.callback]
+        if recipe.get("early_stopping_patience"):
+            from transformers import EarlyStoppingCallback
+
+            callbacks.append(EarlyStoppingCallback(recipe["early_stopping_patience"]))
+        try:
+            trainer = self._new_trainer(model, args, data, tokenizer, callbacks)
+        except InfinityError:
+            raise
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            raise ConfigError(one_line(error)) from error
+        datasets.check_packing(trainer, source.name)
+        resume.check_data(self._out, datasets.check_prepared(trainer.train_dataset), args, start, self._ranks)
+        if args.save_strategy == "no" and self._settings.run.keep == "auto":
+            self._settings = self._settings.with_values(**{"run.keep": "never"})
+        attach(trainer, self._settings)
+        return trainer
+
+    def _new_trainer(self, model: Any, args: Any, data: Any, tokenizer: Any, callbacks: Sequence[Any]) -> Any:
+        from transformers.trainer_callback import PrinterCallback
+
+        kind: Any
+        if self._recipe["method"] == "dpo":
+            from infinity_tools.train.preferences import PreferenceTrainer as kind
+        else:
+            from trl import SFTTrainer as kind
+        trainer = kind(
+            model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _model(self, mesh: Any) -> Any:
+        """Return the sharded model on the meta device. With adapters, the base keeps the dtype of its weights."""
+        source, adapters = self._source, recipes.peft_of(self._recipe)
+        compute = torch.bfloat16 if self._dtype == "bf16" else torch.float32
+        values = {
+            "auto_class": CAUSAL,
+            "adapters": self._adapters(adapters) if adapters else None,
+            "dtype": "auto" if adapters else torch.float32,
+            "mp_policy": MixedPrecisionPolicy(compute, torch.float32),
+            "mesh": mesh,
+            "attn_implementation": attention_of(source.config, CAUSAL),
+        }
+        try:
+            if source.weights is None:
+                model = infinity.from_config(source.config, **values)
+            else:
+                model = infinity.from_pretrained(source.weights, **values)
+        except ConfigError as error:
+            raise ConfigError(f"--model {source.name}: {error}") from error
+        check_causal(model.config, source.name)
+        self._parameters = count_parameters(model)
+        self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if adapters:
+            model.peft_config["default"].base_model_name_or_path = self._recipe["model"]
+        return model
+
+    def _adapters(self, fields: Mapping[str, Any]) -> Any:
+        with needs("train", "--peft"):
+            import peft
+        try:
+            return peft.LoraConfig(**{**_LORA, **fields})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--peft: {one_line(error)}") from error
+
+    def _began(self, paged: PagedOptimizer) -> None:
+        """Show the run when its state is on NVMe."""
+        self._pages.run_id = paged.run.folder.run_id
+        ranks, layout = self._ranks, paged.run.layout
+        host_cache = int(paged.run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
+        share = f" ({host_cache / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
+        if host_cache >= len(layout.pages) * layout.page_bytes:
+            share = " (holds the whole state: no paging)"
+        each = " per rank" if ranks.world_size > 1 else ""
+        trained = f", {short(self._trainable)} of them trainable" if self._trainable < self._parameters else ""
+        resumed = f", resumed at step {paged.steps}" if paged.steps else ""
+        if self._options.resume == "auto" and not resumed:
+            resumed = ", new (no checkpoint to resume from)"
+        self._view.say(
+            f"run {paged.run.folder.run_id}{resumed}\n"
+            f"{self._source.name}, {self._dtype}: {short(self._parameters)} parameters{trained}, "
+            f"{format_size(layout.state_bytes)} of state{each} on {', '.join(self._settings.storage.paths)}, "
+            f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}\n"
+            f"host cache {format_size(host_cache)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
+            f"{paged.run.stats.header.info['io_engine']}\n{self._said}"
+        )
+
+    def train(self, trainer: Any, start: Path | None) -> None:
+        """Train to the end, or until a signal. Errors name the last checkpoint and how to resume."""
+        callback = self.callback
+        if self._ranks.rank == 0:
+            recipes.write(self._out / recipes.FILE, self._recipe)
+        self._view.doing(f"writing {short(self._parameters)} parameters to NVMe")
+        try:
+            if self._recipe["method"] == "dpo":
+                self._view.doing("computing log probabilities of the initial weights")
+                trainer.compute_references(self._out, resumed=start is not None)
+            trainer.train(resume_from_checkpoint=None if start is None else str(start))
+            trainer.optimizer.optimizer.drain()
+        except Exception as error:
+            if callback.paged is None:
+                if isinstance(error, ValueError | TypeError | ImportError):
+                    raise ConfigError(one_line(error)) from error
+                raise
+            commands = self._next(stopped=True)
+            error.add_note(
+                f"the last checkpoint is step {callback.checkpointed}; resume with: {commands['resume']}"
+                if commands
+                else "no checkpoint was written; start the run again"
+            )
+            if not callback.steps and not isinstance(error, InfinityError) and not is_lost_connection(error):
+                raise ConfigError(
+                    f"--model {self._source.name} failed in its first step: {one_line(error)}; check its config.json "
+                    "and the data (--debug shows the traceback)"
+                ) from error
+            raise
+
+    def _next(self, *, stopped: bool) -> dict[str, str]:
+        """Return the commands that export, resume and free the run, or {} without a checkpoint."""
+        paged, step = self.callback.paged, self.callback.checkpointed
+        if paged is None or not step:
+            return {}
+        return resume.next_commands(
+            self._recipe, paged.run.folder, self.callback.best or step, self._ranks, stopped=stopped
+        )
+
+    def summary(self, trainer: Any) -> dict[str, Any]:
+        """Return the content of `summary.json`, and close the run."""
+        callback, ranks, args = self.callback, self._ranks, trainer.args
+        paged = trainer.optimizer.optimizer
+        reports = ranks.collect(report(paged, callback.kernel.steps, ranks))
+        steps = max(1, callback.steps)
+        facts = RunFacts(
+            run_id=paged.run.folder.run_id,
+            model=self._source.name,
+            dtype=self._dtype,
+            parameters=self._parameters,
+            world_size=ranks.world_size,
+            first_step=callback.first_step,
+            last_step=callback.first_step + callback.steps - 1,
+            tokens_per_step=callback.tokens / steps,
+            micro_batches=args.gradient_accumulation_steps,
+            losses=tuple(callback.losses),
+            io_engine=paged.run.stats.header.info["io_engine"],
+            update_schedule=paged.update_schedule,
+            update_device=paged.update_device,
+            nvme_paths=tuple(str(root.parent.resolve()) for root in paged.run.folder.roots),
+            interrupted=bool(callback.stopped_by),
+            checkpointed_step=callback.checkpointed or None,
+            recipe=self._recipe,
+            eval_losses=tuple(callback.eval_losses),
+        )
+        mine = reports[ranks.rank].node
+        summary = summarize(facts, [found for found in reports if found.node == mine])
+        return summary | {"next": self._next(stopped=bool(callback.stopped_by))}
+
+
+@contextmanager
+def _closing(callback: RunCallback) -> Iterator[None]:
+    """Close the log and the state on NVMe at the end of a run, or tell the other ranks why it failed."""
+    with ExitStack() as stack:
+        stack.callback(callback.close)
+        stack.push(lambda *error: callback.paged.__exit__(*error) if callback.paged is not None else None)
+        yield
+
+
+class LocalPages:
+    """Stats files of this run's ranks on this node, for the metrics exporter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_id = ""  # id of the run; empty before it has begun
+        self._folder = folder
+
+    def __call__(self) -> list[Snapshot]:
+        """Read them."""
+        found = []
+        for file in find_stats_files(self._folder):
+            if self.run_id and file.name.startswith(f"{self.run_id}."):
+                with suppress(StatsFileError):  # a rank has not created its file yet
+                    found.append(read_stats_file(file))
+        return found
+
+
+def _find_source(recipe: Recipe, ranks: Ranks) -> ModelSource:
+    """Return the model. Rank 0 downloads a model on the Hub before the other ranks look for it."""
+    name = recipe["model"]
+    if ranks.world_size > 1:
+        ranks.on_first("loading the model's configuration", lambda: find_model(name, download=True).name)
+    return ranks.together("loading the model's configuration", lambda: find_model(name, download=True))
+
+
+def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
+    """Write summary.json and summary.png, and return the written files.
+
+    If they cannot be written, for example because the drive is full, a warning is shown, because the run is complete.
+    """
+    written = []
+    try:
+        write_summary(out, summary)
+        written.append(out / "summary.json")
+        write_picture(out, summary)
+        written.append(out / "summary.png")
+    except OSError as error:
+        _log.warning("the summary could not be written to %s: %s; the run itself is complete", out, error.strerror)
+    return written
+
+
+def _leave(ranks: Ranks) -> None:
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
+
+
+def _with_folders(out: Path, settings: Config) -> Config:
+    """Create the output folder, and a folder for the state if none is set."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if settings.storage.paths:
+            return settings
+        (out / "nvme").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
+        ) from error
+    return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
+
+
+@contextmanager
+def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
+    """Remove the folders that were created for a run, the innermost first, if they are empty at its end."""
+    try:
+        yield
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _show_finished(run_id: str, step: int, view: View, options: RunOptions) -> None:
+    if options.json:
+        Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
+        return
+    view.say(
+        f"run {run_id} has already finished at step {step}; to continue, pass a larger --max_steps or "
+        "--num_train_epochs"
+    )
+
+
+def _show(summary: dict[str, Any], written: Sequence[Path], options: RunOptions) -> None:
+    console = Console()
+    if options.json:
+        console.file.write(json.dumps(summary) + "\n")
+        return
+    console.print()
+    console.print(summary_table(summary))
+    console.print()
+    for line in result_lines(summary):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if written:
+        console.print()
+        console.print(", ".join(map(str, written)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _route_logs(console: Console, ranks: Ranks, *, quiet: bool) -> None:
+    """Send warnings to the console on which the progress bar is drawn, so that neither garbles the other."""
+    import datasets
+    from rich.logging import RichHandler
+
+    datasets.disable_progress_bars()
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False, highlighter=None)
+    handler.addFilter(lambda record: not any(part in record.getMessage() for part in _NOISE))
+    if ranks.world_size > 1:
+        handler.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
+    for name in ("infinity", "transformers", "trl", "datasets", "accelerate", "peft"):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(logging.ERROR if quiet or (name != "infinity" and ranks.rank) else logging.WARNING)
+        log.propagate = False
