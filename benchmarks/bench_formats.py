@@ -38,7 +38,12 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
         *(sys.executable, "-W", "ignore", "-m", "infinity_tools", "train", "--json", "--offload.state.format", name),
         *("--model", options.model, "--bf16", "true", "--max_steps", str(options.steps), "--out", str(out)),
         *("--host-memory", options.host_memory, "--max_length", str(options.seq), "--save_strategy", "no"),
-        *("--per_device_train_batch_size", str(options.batch_tokens // options.seq), "--learning_rate", str(options.lr)),
+        *(
+            "--per_device_train_batch_size",
+            str(options.batch_tokens // options.seq),
+            "--learning_rate",
+            str(options.lr),
+        ),
     ]
     environment = os.environ | ({"OMP_NUM_THREADS": str(options.threads)} if options.threads else {})
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)

@@ -53,9 +53,7 @@ def measure(model: str, tokens: int, host_cache: str, device: str, folder: Path,
     plan_seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as out:
         batch = ("--per_device_train_batch_size", tokens // 256, "--max_length", 256, "--bf16", "true")
-        run = command(
-            "train", *same, *batch, "--max_steps", steps, "--save_strategy", "no", "--out", Path(out, "run")
-        )
+        run = command("train", *same, *batch, "--max_steps", steps, "--save_strategy", "no", "--out", Path(out, "run"))
     moved = run["nvme_read_bytes_per_step"] + run["nvme_written_bytes_per_step"]
     before = planned["read_bytes_per_step"] + planned["written_bytes_per_step"]
     clock = run["predicted_step_seconds"] or run["step_seconds"] - run["stall_seconds_per_step"]

@@ -46,8 +46,8 @@ COMMANDS = {
     "top": "top --once --interval 2",
 }
 TRAIN = (
-    "train --model llama-100m --bf16 false --max_steps 1000 --host-memory 128MiB --nproc 2 --nvme nvme --save_strategy no "
-    "--out run --metrics-port 0"
+    "train --model llama-100m --bf16 false --max_steps 1000 --host-memory 128MiB --nproc 2 --nvme nvme "
+    "--save_strategy no --out run --metrics-port 0"
 )
 STEPS = 12  # of the run that the pictures show
 PORT = 9479

@@ -35,7 +35,19 @@ TESTS = [
     "tests/formats/test_export.py",
 ]
 PRINT_VERSIONS = "import torch, transformers; print(torch.__version__, transformers.__version__)"
-TRAIN = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB", "--max_steps", "2"]
+TRAIN = [
+    "train",
+    "--model",
+    "tiny",
+    "--seq",
+    "32",
+    "--batch-tokens",
+    "128",
+    "--host-memory",
+    "1MiB",
+    "--max_steps",
+    "2",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

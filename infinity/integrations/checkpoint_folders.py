@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ from infinity.run.optimizer import PagedOptimizer
 from infinity.units import MIB
 from infinity.untrusted_files import read_regular
 
+_log = logging.getLogger("infinity")
 RECORD = "infinity.json"
 """File in a folder that refers to its infinity checkpoint."""
 _KEY = "checkpoint"  # key in the `extra` of an infinity checkpoint for the reference to its folder
@@ -159,6 +161,25 @@ class Checkpoints:
         self._token, self._folder, self._step = token, os.path.abspath(folder), self._paged.steps
         self._finish_rewrite(what, folder)
         return folder
+
+    def remove_others(self, folders: Sequence[Path]) -> None:
+        """Remove those of the given folders that belong to this run, but whose checkpoints no longer exist.
+
+        All ranks must call this method together.
+        """
+        run = self._paged.run
+
+        def remove() -> None:
+            for folder in folders:
+                try:
+                    record = Record.read(folder)
+                except ConfigError as error:
+                    _log.warning("%s is not removed: %s", folder, error)
+                    continue
+                if record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+        run.ranks.on_first("removing checkpoints", remove)
 
     def suspend(self) -> Config:
         """Save a checkpoint of the current state and close the run. Return settings that resume it.

@@ -7,9 +7,7 @@ an infinity checkpoint on the NVMe paths, which is saved without copying data.
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -36,8 +34,6 @@ with needs("torchtitan", "infinity.integrations.torchtitan"):
     from torchtitan.distributed.utils import init_distributed
     from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
-
-_log = logging.getLogger("infinity")
 
 
 def on_nvme(config: Trainer.Config, settings: Mapping[str, Any] | str | os.PathLike[str]) -> PagedTrainer.Config:
@@ -301,20 +297,8 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return folder
 
         self._checkpoints.save("save", folder, write)
-        Ranks.current().on_first("removing checkpoints", self._remove_others)
+        self._checkpoints.remove_others(numbered_folders(self._folder, "step-"))
         return True
-
-    def _remove_others(self) -> None:
-        """Remove the folders of this run whose checkpoints no longer exist."""
-        run = self._optimizers.paged.run
-        for folder in numbered_folders(self._folder, "step-"):
-            try:
-                record = Record.read(folder)
-            except ConfigError as error:
-                _log.warning("%s is not removed: %s", folder, error)
-                continue
-            if record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing, because no data is staged."""

@@ -175,7 +175,7 @@ def test_best_checkpoint_is_kept_until_training_stops_early(tmp_path: Path) -> N
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from infinity.integrations.transformers import trainer as attached
+from infinity.integrations.checkpoint_folders import Checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.trainers import build, make
 from transformers import TrainerCallback
@@ -192,7 +192,7 @@ class Kill(TrainerCallback):
         if state.global_step == 6 and moment == "before the checkpoint":
             PagedOptimizer.save_checkpoint = kill
         if state.global_step == 6 and moment == "after the checkpoint":
-            attached.rotate_checkpoints = kill
+            Checkpoints.remove_others = kill
 
 trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Kill()], **eval(sys.argv[3]))
 trainer.train()

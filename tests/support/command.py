@@ -19,7 +19,17 @@ from infinity_tools.cli import app
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["train", "--model", "tiny", "--max_length", "32", "--per_device_train_batch_size", "4", "--host-memory", "1MiB"]
+SMALL = [
+    "train",
+    "--model",
+    "tiny",
+    "--max_length",
+    "32",
+    "--per_device_train_batch_size",
+    "4",
+    "--host-memory",
+    "1MiB",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from infinity.config import Config
 from infinity.units import LARGEST
 
 SETTINGS: Final = {
-    "storage.engine": "--engine",
     "memory.host_bytes": "--host-memory",
     "memory.page_bytes": "--page-bytes",
     "state.format": "--state-format",
@@ -23,7 +22,6 @@ SETTINGS: Final = {
     "update.cores": "--update-cores",
     "activations.tier": "--activations",
     "run.retained_checkpoints": "--retained-checkpoints",
-    "run.keep": "--keep",
     "telemetry.runtime_dir": "--runtime-dir",
 }
 """Name of the option for each setting."""

@@ -40,7 +40,6 @@ with needs("trainer", "infinity.integrations.transformers"):
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_utils import rotate_checkpoints
 
     from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of, why_not_layer_major
 
@@ -288,12 +287,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
         assert state.checkpoints is not None
         state.checkpoints.save("save_checkpoint", folder, write, self._best_steps)
-
-        def remove() -> None:
-            if args.should_save:
-                rotate_checkpoints(place, args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
-
-        Ranks.current().together("removing checkpoints", remove)
+        state.checkpoints.remove_others(numbered_folders(place, "checkpoint-"))
 
     def _best_steps(self) -> list[int]:
         """Return a list with the step of the best checkpoint, or an empty list without one. Rank 0 decides."""
@@ -326,8 +320,8 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-            if state.saving is not None:
-                keep_tokenizer(paged.run.folder.checkpoints, tokenizer)
+            if state.saving is not None and state.paged is not None:
+                keep_tokenizer(state.paged.run.folder.checkpoints, tokenizer)
         torch.save(args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infinity import Config
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.transformers import trainer_checkpoints
+from infinity.integrations.checkpoint_folders import Record, numbered_folders
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.train import recipe as recipes
@@ -66,15 +67,18 @@ def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path |
     if not resume:
         return None
     if resume not in ("latest", "auto"):
-        return ranks.together("reading the checkpoint", lambda: trainer_checkpoints.Checkpoint.read(resume).folder)
-    paths = settings.run.resume_paths or settings.storage.paths
-    found, behind = trainer_checkpoints.newest(out, paths, ranks)
+        return Record.of_checkpoint(Path(resume), settings, ranks)[0]
+    there = ranks.on_first("looking for checkpoints", partial(numbered_folders, out, "checkpoint-"))
+    found = Record.newest(there, settings, ranks)
+    paths = ", ".join(settings.run.resume_paths or settings.storage.paths)
+    if found is None and (there or resume != "auto"):
+        raise CheckpointError(f"no checkpoint in {str(out)!r} has its state in {paths}; nothing to resume")
+    if found is None:
+        return None
     if ranks.rank == 0:
-        for other in behind:
-            _log.warning("%s is ignored, because its state is not in %s", other, ", ".join(paths))
-    if found is None and (behind or resume != "auto"):
-        raise CheckpointError(f"no checkpoint in {str(out)!r} has its state in {', '.join(paths)}; nothing to resume")
-    return None if found is None else found.folder
+        for other in there[: there.index(found[0])] if found[0] in there else ():
+            _log.warning("%s is ignored, because its state is not in %s", other, paths)
+    return found[0]
 
 
 def finished(start: Path, args: Any) -> tuple[str, int] | None:
@@ -82,7 +86,7 @@ def finished(start: Path, args: Any) -> tuple[str, int] | None:
     state = json.loads((start / "trainer_state.json").read_text())
     step, epoch = int(state["global_step"]), float(state.get("epoch") or 0)
     ended = step >= args.max_steps if args.max_steps > 0 else epoch >= args.num_train_epochs
-    return (trainer_checkpoints.Checkpoint.read(start).run_id, step) if ended else None
+    return (Record.read(start).run_id, step) if ended else None
 
 
 def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> None:

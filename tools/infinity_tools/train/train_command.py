@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.cli_errors import Command, Version, at_most, failures, setting
+from infinity.cli_errors import Command, Version, at_most, failures
 from infinity_tools.preset_list import list_presets
+from infinity_tools.shared_options import setting_option
 
 _MODEL, _STATE, _OUTPUT = "Model and data", "State on NVMe", "Output"
 
@@ -64,15 +65,7 @@ def train(
             rich_help_panel=_STATE,
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of the available "
-            "memory, divided among the ranks of the node]",
-            rich_help_panel=_STATE,
-        ),
-    ] = None,
+    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _STATE)] = None,
     resume: Annotated[
         str | None,
         typer.Option(
