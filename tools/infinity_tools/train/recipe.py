@@ -13,7 +13,6 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_type_hints
 
@@ -294,7 +293,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.replace("argument ", "", 1))
 
 
-@cache
 def config_class(method: str) -> Any:
     """Return TRL's class for the arguments of a method. Raises `MissingPackageError`."""
     with needs("train", "infinity train"):

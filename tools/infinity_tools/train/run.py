@@ -102,6 +102,8 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
         check_config(settings)
+    if options.metrics_port is not None:
+        from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
     mesh, ranks = infinity.mesh(), Ranks.current()
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
@@ -219,7 +221,7 @@ class Run:
         kept = {**defaults, "bf16": self._dtype == "bf16"}
         recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
         if options.metrics_port is not None and self._ranks.local_rank == 0:
-            from infinity.telemetry.exporter import serve  # needs the extra `daemon`
+            from infinity.telemetry.exporter import serve
 
             server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
             host = options.metrics_host or socket.gethostname()
