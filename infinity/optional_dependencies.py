@@ -17,14 +17,17 @@ EXTRAS = {
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
     "trainer": ("transformers", "tokenizers", "accelerate"),
-    "train": ("trl", "datasets", "pyarrow", "peft", "accelerate", "transformers", "tokenizers", "yaml"),
+    "train": (
+        "trl", "datasets", "pyarrow", "yaml", "peft", "accelerate", "transformers", "tokenizers", "typer", "rich",
+        "matplotlib",
+    ),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
     "torchtitan": ("torchtitan", "tyro"),
     "jit": ("numba", "llvmlite"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
-}
+}  # fmt: skip
 """Import names of the packages in each extra."""
 
 OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.14"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from infinity import Config
 from infinity.units import GIB, format_size
 from infinity_tools import trial_folders
 from infinity_tools.cli import app
+from infinity_tools.train.recipe import config_class
 from infinity_tools.tune import search, trial
 from infinity_tools.tune.search_space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
 from infinity_tools.tune.tune_report import result_lines
@@ -46,7 +48,8 @@ def test_every_tuned_setting_is_listed_with_its_values() -> None:
 
 def test_options_and_their_values_exist() -> None:
     known = {name for command in ("tune", "train") for name in _options(command)}
-    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
+    known |= {f"--{field.name}" for field in fields(config_class("sft"))}
+    assert set(re.findall(r"--[a-z][a-z_-]+", PAGE)) <= known
     assert set(re.findall(r"--allow-format (\w+)", PAGE)) == set(ALLOWED) - {"same"}
 
 

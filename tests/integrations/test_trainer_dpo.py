@@ -44,10 +44,11 @@ def test_dpo_of_adapters_equals_memory(tmp_path: Path) -> None:
 def test_resumed_dpo_uses_the_references_of_the_initial_weights(tmp_path: Path) -> None:
     """A resumed run whose stored values are damaged is rejected, because its weights are trained already."""
 
-    def trainer(out: str) -> Any:
+    def trainer(out: str, resumed: bool = False) -> Any:
         saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-        made = PreferenceTrainer(build(), **arguments(tmp_path / out, **saved))
+        made: Any = PreferenceTrainer(build(), **arguments(tmp_path / out, **saved))
         attach(made, settings(tmp_path / f"{out}-nvme"))
+        made.compute_references(tmp_path / out, resumed=resumed)
         return made
 
     straight, first = trainer("straight"), trainer("out")
@@ -57,7 +58,7 @@ def test_resumed_dpo_uses_the_references_of_the_initial_weights(tmp_path: Path) 
     first.add_callback(stopping(2))
     first.train()
     first.optimizer.optimizer.close()
-    again = trainer("out")
+    again = trainer("out", resumed=True)
     again.train(resume_from_checkpoint=True)
     outcome_of(again).equals(expected)
     again.optimizer.optimizer.close()
@@ -66,7 +67,7 @@ def test_resumed_dpo_uses_the_references_of_the_initial_weights(tmp_path: Path) 
     for damaged in (content[:200] + bytes([content[200] ^ 1]) + content[201:], content[:200], b""):
         file.write_bytes(damaged)
         with pytest.raises(ConfigError, match="reference log probabilities"):
-            trainer("out").train(resume_from_checkpoint=True)
+            trainer("out", resumed=True)
 
 
 def test_synchronized_reference_models_are_not_supported(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def distributions(extra: str) -> set[str]:
     for requirement in PROJECT["optional-dependencies"][extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*)\])?", requirement).groups()
         if inner is None:
-            found.add(name.replace("-", "_"))
+            found.add("yaml" if name == "pyyaml" else name.replace("-", "_"))
         else:
             found |= set().union(*map(distributions, inner.split(",")))
     return found
@@ -78,7 +78,7 @@ def test_the_all_extra_excludes_single_frameworks() -> None:
     """`[all]` contains every other extra for users; `[dev]` adds the frameworks, and `[wide]` the rest."""
     frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
     single = set().union(*(distributions(extra) for extra in frameworks))
-    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"peft", "transformers"}
+    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"accelerate", "peft", "transformers"}
     assert distributions("all") < distributions("dev")
     assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
 

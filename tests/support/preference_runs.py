@@ -71,6 +71,8 @@ def trained(folder: Path, kind: str, given: dict[str, Any], adapters: bool = Fal
         trainer.is_distributed_loading_by_transformers = True  # the model is sharded; without this, DDP would wrap it
     else:
         attach(trainer, settings(folder / "nvme"))
+    if kind == "command":
+        trainer.compute_references(folder / "out", resumed=False)
     trainer.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):

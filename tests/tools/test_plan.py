@@ -134,7 +134,8 @@ def test_train_command_matches_plan(tmp_path: Path) -> None:
         f"--retained-checkpoints 2 --config {config} --nvme-count 2 {DRIVES}"
     )
     settings = {
-        "config": str(config), "nvme": "/nvme1/infinity", "host_memory": "2MiB", "offload.state.format": "split",
+        "config": str(config), "offload.storage.paths": "/nvme1/infinity",
+        "offload.memory.host_bytes": "2MiB", "offload.state.format": "split",
         "offload.update.schedule": "after_backward", "offload.activations.tier": "nvme",
     }  # fmt: skip
     workload = {
@@ -148,7 +149,8 @@ def test_train_command_matches_plan(tmp_path: Path) -> None:
     plain = train_arguments(f"plan --model tiny --batch-tokens 512 --seq 64 --no-activation-checkpointing {DRIVES}")
     assert plain == {
         "model": "tiny", "bf16": "true", "per_device_train_batch_size": "8", "max_length": "64",
-        "gradient_checkpointing": "false", "max_grad_norm": "0", "nvme": "/nvme0/infinity", "host_memory": "2MiB",
+        "gradient_checkpointing": "false", "max_grad_norm": "0", "offload.storage.paths": "/nvme0/infinity",
+        "offload.memory.host_bytes": "2MiB",
     }  # fmt: skip
 
 

@@ -77,7 +77,8 @@ def load_tokenizer(name: str | None, source: ModelSource, chat_template: str | N
         source: model, whose vocabulary must contain all tokens.
         chat_template: Jinja file with a chat template, or folder or Hub id of a tokenizer that has one. This is
             `chat_template_path` of SFTConfig, which must be None in the trainer's arguments, because TRL would add
-            tokens to the embeddings of a model that is sharded already.
+            tokens to the embeddings of a model that is sharded already. DPOConfig has no such field and raises
+            TypeError, even for None (`run.py` must not pass it with ``--method dpo``).
 
     Raises:
         ConfigError: if the tokenizer cannot be loaded. For a model folder without one, the message names `--tokenizer`.

@@ -28,7 +28,7 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
     """`DPOTrainer` for a model that is larger than memory. It works like `precompute_ref_log_probs`.
 
     TRL itself computes the log probabilities in the constructor, before `attach`, when a model on the meta device has
-    no weights. This class computes them when training starts. `attach` must have been called.
+    no weights. Call `compute_references` after `attach` and before `train`.
     """
 
     args: Any
@@ -44,17 +44,19 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
         super().__init__(model, ref_model=reference, **arguments)
         self.ref_model, self.precompute_ref_logps = None, True
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """Train. A new run first computes the log probabilities of its initial weights, and stores them.
+    def compute_references(self, folder: Path, *, resumed: bool) -> None:
+        """Add the log probabilities of the initial weights to the datasets. All ranks call this function together.
+
+        Args:
+            folder: folder of the run, in which a new run stores them.
+            resumed: whether the weights are trained already, so that the stored values are required.
 
         Raises:
             ConfigError: if a resumed run has no stored values for these datasets, or a stored file is damaged.
         """
-        folder, resumed = Path(self.args.output_dir), bool(resume_from_checkpoint)
         self.train_dataset = self._with_references(self.train_dataset, folder, "train", resumed)
         if self.eval_dataset is not None:
             self.eval_dataset = self._with_references(self.eval_dataset, folder, "eval", resumed)
-        return super().train(resume_from_checkpoint, *args, **named)
 
     def _with_references(self, dataset: Any, folder: Path, name: str, resumed: bool) -> Any:
         args, ranks = self.args, Ranks.current()

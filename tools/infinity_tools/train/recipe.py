@@ -13,7 +13,6 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_type_hints
 
@@ -21,7 +20,7 @@ from infinity import Config
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.optional_dependencies import needs
-from infinity.units import format_setting
+from infinity.units import format_setting, parse_size
 from infinity.untrusted_files import read_regular
 from infinity_tools.presets import PRESETS
 
@@ -242,7 +241,8 @@ def _value_in(settings: Config, name: str, *, plain: bool = False) -> Any:
     if plain and isinstance(value, tuple):
         return list(value)
     sizes = {field.name for field in fields(part) if field.metadata.get("size")} if plain else set()
-    return format_setting(value) if key in sizes and isinstance(value, int) else value
+    shown = format_setting(value) if key in sizes and isinstance(value, int) else value
+    return shown if isinstance(shown, str) and key in sizes and parse_size(shown) == value else value
 
 
 def with_settings(recipe: Recipe, settings: Config) -> Recipe:
@@ -294,7 +294,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.replace("argument ", "", 1))
 
 
-@cache
 def config_class(method: str) -> Any:
     """Return TRL's class for the arguments of a method. Raises `MissingPackageError`."""
     with needs("train", "infinity train"):

@@ -89,8 +89,8 @@ def finished(start: Path, args: Any) -> tuple[str, int] | None:
     return (Record.read(start).run_id, step) if ended else None
 
 
-def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> None:
-    """Record the prepared training data and the batch of a new run, or compare them with the resumed run.
+def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> dict[str, Any]:
+    """Return the checksum of the prepared training data and the batch, after comparing them with the run to resume.
 
     The Trainer finds its position in the data by counting steps, so a step must draw as many examples as before.
 
@@ -102,7 +102,6 @@ def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: R
     def check() -> None:
         file = out / _DATA
         if start is None or not file.is_file():
-            write_durably(file, (json.dumps({"checksum": checksum, "batch": batch}) + "\n").encode(), mode=0o666)
             return
         before = json.loads(file.read_text())
         if before["checksum"] != checksum:
@@ -118,6 +117,14 @@ def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: R
             )
 
     ranks.on_first("checking the prepared data", check)
+    return {"checksum": checksum, "batch": batch}
+
+
+def write(recipe: Recipe, data: dict[str, Any]) -> None:
+    """Write what is needed to resume a run to its output folder. Raises `OSError`."""
+    out = Path(recipe["output_dir"])
+    write_durably(out / _DATA, (json.dumps(data) + "\n").encode(), mode=0o666)
+    recipes.write(out / recipes.FILE, recipe)
 
 
 def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, stopped: bool) -> dict[str, str]:

@@ -102,6 +102,8 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
         check_config(settings)
+    if options.metrics_port is not None:
+        from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
     mesh, ranks = infinity.mesh(), Ranks.current()
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
@@ -176,6 +178,7 @@ class Run:
         self._dtype = best_dtype() if bf16 is None else ("bf16" if bf16 else "fp32")
         self._pages = LocalPages(runtime_dir(settings.telemetry))
         self._said = ""  # description of the data
+        self._data: dict[str, Any] = {}  # checksum of the data, and number of examples per step
         self._parameters, self._trainable = 0, 0
         self.callback = RunCallback(self._out, ranks, view, stop, self._began)
 
@@ -219,7 +222,7 @@ class Run:
         kept = {**defaults, "bf16": self._dtype == "bf16"}
         recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
         if options.metrics_port is not None and self._ranks.local_rank == 0:
-            from infinity.telemetry.exporter import serve  # needs the extra `daemon`
+            from infinity.telemetry.exporter import serve
 
             server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
             host = options.metrics_host or socket.gethostname()
@@ -229,6 +232,8 @@ class Run:
                 f'update.schedule = "in_backward" updates before the global norm is known, but --max_grad_norm '
                 f'{args.max_grad_norm:g} needs it; pass --max_grad_norm 0, or use "in_forward"'
             )
+        if args.max_length is not None and args.max_length < 2:
+            raise ConfigError(f"--max_length {args.max_length} must be at least 2")
         longest = getattr(source.config, "max_position_embeddings", None)
         if longest is not None and args.max_length is not None and args.max_length > longest:
             raise ConfigError(
@@ -247,7 +252,9 @@ class Run:
         except (ValueError, TypeError, RuntimeError, ImportError) as error:
             raise ConfigError(one_line(error)) from error
         datasets.check_packing(trainer, source.name)
-        resume.check_data(self._out, datasets.check_prepared(trainer.train_dataset), args, start, self._ranks)
+        self._data = resume.check_data(
+            self._out, datasets.check_prepared(trainer.train_dataset), args, start, self._ranks
+        )
         if args.save_strategy == "no" and self._settings.run.keep == "auto":
             self._settings = self._settings.with_values(**{"run.keep": "never"})
         attach(trainer, self._settings)
@@ -307,8 +314,10 @@ class Run:
             raise ConfigError(f"--peft: {one_line(error)}") from error
 
     def _began(self, paged: PagedOptimizer) -> None:
-        """Show the run when its state is on NVMe."""
+        """Show the run and store its recipe when its state is on NVMe."""
         self._pages.run_id = paged.run.folder.run_id
+        if self._ranks.rank == 0:
+            resume.write(self._recipe, self._data)
         ranks, layout = self._ranks, paged.run.layout
         host_cache = int(paged.run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
         share = f" ({host_cache / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
@@ -331,8 +340,6 @@ class Run:
     def train(self, trainer: Any, start: Path | None) -> None:
         """Train to the end, or until a signal. Errors name the last checkpoint and how to resume."""
         callback = self.callback
-        if self._ranks.rank == 0:
-            recipes.write(self._out / recipes.FILE, self._recipe)
         self._view.doing(f"writing {short(self._parameters)} parameters to NVMe")
         try:
             if self._recipe["method"] == "dpo":
