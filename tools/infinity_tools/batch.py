@@ -45,14 +45,19 @@ def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
             f"--micro-tokens {options.micro_tokens} does not divide the {options.batch_tokens // world_size} tokens "
             f"per rank into equal slices of whole sequences of {options.seq}; possible: {possible}"
         )
+    check_language_model(source)
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and options.seq > longest:
+        raise ConfigError(f"--seq {options.seq} exceeds the {longest} positions of the model (max_position_embeddings)")
+
+
+def check_language_model(source: ModelSource) -> None:
+    """Check that a model has a vocabulary and layers. Raises `ConfigError`."""
     vocabulary = getattr(source.config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ConfigError(f"--model {source.name} is not a language model: its configuration has no vocab_size")
     if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
         raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
-    longest = getattr(source.config, "max_position_embeddings", None)
-    if longest is not None and options.seq > longest:
-        raise ConfigError(f"--seq {options.seq} exceeds the {longest} positions of the model (max_position_embeddings)")
 
 
 def batch_words(batch: Batch, ranks: int, *, checkpointing: bool) -> list[str]:

@@ -30,6 +30,7 @@ from infinity.run.run_name import with_name
 from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size
+from infinity_tools.batch import check_language_model
 from infinity_tools.measure import report
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import CAUSAL, ModelSource, best_dtype, check_causal, count_parameters, find_model
@@ -125,6 +126,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
             _log.warning("these values replace the recipe of the run: %s", changed)
         view.doing("loading the model's configuration")
         source = _find_source(recipe, ranks)
+        check_language_model(source)
         run = Run(recipe, settings, source, ranks, view, stop, options)
         trainer = run.trainer(mesh, stack, start)
         stack.enter_context(_closing(run.callback))
@@ -360,8 +362,8 @@ class Run:
             )
             if not callback.steps and not isinstance(error, InfinityError) and not is_lost_connection(error):
                 raise ConfigError(
-                    f"--model {self._source.name} failed in its first step: {one_line(error)}; check its config.json "
-                    "and the data (--debug shows the traceback)"
+                    f"--model {self._recipe['model']} failed in its first step: {one_line(error)}; check its "
+                    "config.json and the data (--debug shows the traceback)"
                 ) from error
             raise
 
