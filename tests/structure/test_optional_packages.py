@@ -78,7 +78,8 @@ def test_the_all_extra_excludes_single_frameworks() -> None:
     """`[all]` contains every other extra for users; `[dev]` adds the frameworks, and `[wide]` the rest."""
     frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
     single = set().union(*(distributions(extra) for extra in frameworks))
-    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"accelerate", "peft", "transformers"}
+    also_in_train = {"accelerate", "peft", "transformers"}
+    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | also_in_train
     assert distributions("all") < distributions("dev")
     assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
 

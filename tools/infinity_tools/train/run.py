@@ -220,7 +220,10 @@ class Run:
         if recipe.get("load_best_model_at_end", defaults.get("load_best_model_at_end")):
             defaults["save_total_limit"] = 2  # with 1, the Trainer keeps only the best checkpoint at the end
         defaults["run_name"] = self._settings.run.name
-        args = _arguments(recipe, defaults, {"output_dir": str(self._out), "chat_template_path": None})
+        fixed: dict[str, Any] = {"output_dir": str(self._out)}
+        if recipe["method"] == "sft":
+            fixed["chat_template_path"] = None  # see `load_tokenizer`
+        args = _arguments(recipe, defaults, fixed)
         kept = {**defaults, "bf16": self._dtype == "bf16"}
         recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
         if options.metrics_port is not None and self._ranks.local_rank == 0:
