@@ -42,7 +42,7 @@ class Workload:
         )
         self.state_bytes = self.optimizer.run.layout.state_bytes
         self.folder = folder
-        self._engine, _ = open_engine(StorageConfig(paths=(str(folder),)))
+        self._engine = open_engine(StorageConfig(paths=(str(folder),)))
         self._memory = transfer_memory(self.optimizer.run.layout.page_bytes)
         self._file = folder / "once"
         with open(self._file, "wb") as file:

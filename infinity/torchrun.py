@@ -50,6 +50,7 @@ def check_slurm(nproc: int | None) -> None:
         raise ConfigError(
             f"SLURM_NTASKS={tasks}, but srun does not set RANK, so {tasks} processes would train the same model; type: "
             "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=$SLURM_GPUS_ON_NODE "
+            "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout=100 "
             "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_NODELIST | head -1):29500 "
             "-m infinity_tools train …"
         )

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
-_FOLDERS = ("additional_chat_templates", "custom_generate")  # subfolders that transformers loads files from
+_TEMPLATES = "additional_chat_templates/"
+_FOLDERS = (_TEMPLATES, "custom_generate")  # subfolders that transformers loads files from
 _LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -181,7 +182,8 @@ def keep_tokenizer(checkpoints: Path, tokenizer: Any) -> None:
         tokenizer.save_pretrained(place)
         new = {name: file.read_bytes() for name, file in companion_files(Path(place)).items()}
     vocabularies = getattr(tokenizer, "vocab_files_names", None) or {}
-    for name in {*_TOKENIZER, *vocabularies.values()} - new.keys():
+    templates = {name for name in companion_files(folder) if name.startswith(_TEMPLATES)}
+    for name in {*_TOKENIZER, *vocabularies.values(), *templates} - new.keys():
         (folder / name).unlink(missing_ok=True)
     for name, content in new.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content:

@@ -281,7 +281,7 @@ class ShardIO:
                 for shard in segment.shards
                 for name in segment.format.dtypes
                 if (value := value_of(shard - first, name)) is not None
-                for component, items in stored(segment.format, name, self._checked(shard, name, value))
+                for component, items in stored(segment.format, name, self.checked(shard, name, value))
             ]
             for page in (*segment.param_pages, *segment.update_pages):
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
@@ -290,8 +290,12 @@ class ShardIO:
                         if component.role is page.role:
                             put(content, page, component, start, items)
 
-    def _checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Check the size and dtype of a value, because excess elements would overwrite the next shard."""
+    def checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Check the size and dtype of a value, because excess elements would overwrite the next shard.
+
+        Raises:
+            UnsupportedError: If they differ from those of the section.
+        """
         spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
         wanted = torch_dtype(segment.format.dtypes[name])
         if value.numel() != spec.numel or value.dtype != wanted:

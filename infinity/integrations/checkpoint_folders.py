@@ -22,6 +22,7 @@ from infinity.integrations.run_folders import (
     APART,
     before,
     finish,
+    finish_export,
     make_durable,
     move_export,
     put_back,
@@ -165,19 +166,21 @@ class Checkpoints:
     def remove_others(self, folders: Sequence[Path]) -> None:
         """Remove those of the given folders that belong to this run, but whose checkpoints no longer exist.
 
-        All ranks must call this method together.
+        The same applies to previous versions, which remain if rewriting a folder was interrupted. All ranks must call
+        this method together.
         """
         run = self._paged.run
 
         def remove() -> None:
             for folder in folders:
-                try:
-                    record = Record.read(folder)
-                except ConfigError as error:
-                    _log.warning("%s is not removed: %s", folder, error)
-                    continue
-                if record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
-                    shutil.rmtree(folder, ignore_errors=True)
+                records = dict(_records(folder, strict=False))
+                for place in (folder, before(folder)):
+                    record = records.get(place)
+                    if record is None:  # without a record, the folder belongs to no run
+                        if (place / RECORD).exists():
+                            _log.warning("%s is not removed, because its %s cannot be read", place, RECORD)
+                    elif record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
+                        shutil.rmtree(place, ignore_errors=True)
 
         run.ranks.on_first("removing checkpoints", remove)
 
@@ -214,7 +217,7 @@ class Checkpoints:
         self._finish_rewrite(what, folder)
         if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
-        ranks.on_first(what, partial(shutil.rmtree, apart, ignore_errors=True))  # left by an interrupted export
+        ranks.on_first(what, partial(finish_export, folder))
         written = self._paged.save_pretrained(apart, **named)
         ranks.on_first(what, partial(move_export, folder))
         return [folder / file.name for file in written]
@@ -271,9 +274,9 @@ def numbered_folders(folder: str | os.PathLike[str], prefix: str) -> list[Path]:
     This includes a folder of which only the previous version exists, because rewriting it was interrupted.
     """
     names = (child.name for child in (Path(folder).iterdir() if os.path.isdir(folder) else ()) if child.is_dir())
-    found = (re.fullmatch(rf"{prefix}(\d+)|\.{prefix}(\d+)\.before", name) for name in names)
-    numbers = {int(match[1] or match[2]) for match in found if match is not None}
-    return [Path(folder, f"{prefix}{number}") for number in sorted(numbers, reverse=True)]
+    found = (re.fullmatch(rf"(\.)?({prefix}(\d+))(?(1)\.before)", name) for name in names)
+    numbers = {match[2]: int(match[3]) for match in found if match is not None}
+    return [Path(folder, name) for name in sorted(numbers, key=lambda name: (numbers[name], name), reverse=True)]
 
 
 def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:

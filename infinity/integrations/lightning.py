@@ -235,7 +235,8 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Write Lightning's data to a folder, and save an infinity checkpoint. All ranks must call this together.
 
         If `save_weights_only` is set, the folder contains weights for `from_pretrained` instead, and no infinity
-        checkpoint is saved. A previous folder is replaced once the new one is complete.
+        checkpoint is saved. Earlier weights in the folder are kept until the new ones are complete. If replacing them
+        is interrupted, the folder may not be loadable until it is saved again.
 
         Raises:
             InfinityError: if gradients are pending, or another rank failed.

@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 
 from infinity.checkpoint.durable import sync_file
-from infinity.formats.weight_files import INDEX, SINGLE
+from infinity.formats.adapters import ADAPTER
+from infinity.formats.weight_files import INDEX, SINGLE, read_index
 from infinity.untrusted_files import sync_folder
 
 APART = "infinity-export"
@@ -79,13 +80,26 @@ def move_export(folder: Path) -> None:
         OSError: if a file cannot be moved or removed.
     """
     export = folder / APART
-    new = {file.name for file in export.iterdir()}
+    waiting = {file.name for file in export.iterdir()}
+    new = waiting | set(read_index(export / INDEX).values() if INDEX in waiting else ())
     (folder / INDEX).unlink(missing_ok=True)
     for file in folder.iterdir():
         if file.name not in new and _WEIGHTS.fullmatch(file.name):
             file.unlink()
-    for name in sorted(new, key=lambda name: (name in (SINGLE, INDEX), name)):
+    for name in sorted(waiting, key=lambda name: (name in (SINGLE, INDEX), name)):
         if (folder / name).is_dir():  # a non-empty folder cannot be replaced
             shutil.rmtree(folder / name)
         (export / name).replace(folder / name)
     export.rmdir()
+    sync_folder(folder)
+
+
+def finish_export(folder: Path) -> None:
+    """Finish an interrupted `move_export` if the folder contains no other weights. Otherwise, discard the export.
+
+    Raises:
+        OSError: if a file cannot be moved or removed.
+    """
+    if (folder / APART).is_dir() and not any((folder / name).exists() for name in (SINGLE, INDEX, ADAPTER)):
+        move_export(folder)
+    shutil.rmtree(folder / APART, ignore_errors=True)

@@ -15,8 +15,8 @@ from infinity.io.uring import UringEngine
 _log = logging.getLogger(__name__)
 
 
-def open_engine(config: StorageConfig) -> tuple[Engine, str]:
-    """Return a running engine and the reason for choosing it. The reason is also logged.
+def open_engine(config: StorageConfig) -> Engine:
+    """Return a running engine. The reason for choosing it is logged.
 
     Args:
         config: storage settings. ``auto`` means io_uring if the kernel allows it.
@@ -26,7 +26,7 @@ def open_engine(config: StorageConfig) -> tuple[Engine, str]:
     """
     engine, reason = _choose(config)
     _log.info("I/O engine %s: %s", engine.name, reason)
-    return engine, reason
+    return engine
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
+from infinity.content.views import torch_dtype
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer_clone import copied, in_place_of
 from infinity.optim.update import snapshot
@@ -71,6 +72,16 @@ class ParametersInMemory:
         """``True`` if one of the parameters has a gradient."""
         return any(param.grad is not None for group in self._optimizer.param_groups for param in group["params"])
 
+    @property
+    def absent_state_bytes(self) -> int:
+        """Size in bytes of the states of sharded parameters that the first update will create."""
+        absent = [p for p in self.sharded.values() if id(p) in self._numbers and p not in self._optimizer.state]
+        return sum(
+            torch_private.local_part(param).numel() * torch_dtype(dtype_name).itemsize
+            for param in absent
+            for _, dtype_name in self._kernel.discover(param, self._base.param_groups[self._numbers[id(param)]]).kinds
+        )
+
     def prepare(self) -> None:
         """Copy the current settings of the base optimizer, which its step will change."""
         if not self._bases:
@@ -79,8 +90,8 @@ class ParametersInMemory:
         for group, number in zip(self._optimizer.param_groups, self._bases, strict=True):
             base = self._base.param_groups[number]
             group.update(snapshot(base))
-            # By default, PyTorch loops over the parameters of a group that also contains DTensors.
-            mixed = any(isinstance(param, DTensor) for param in base["params"])
+            # PyTorch's foreach kernels do not accept a group that contains both kinds.
+            mixed = len({isinstance(param, DTensor) for param in base["params"]}) > 1
             if mixed and not group.get("fused") and group.get("foreach", False) is None:
                 group["foreach"] = False
 

@@ -308,17 +308,17 @@ class StateReader:
             for params, group in zip(here, groups, strict=True)
             for param, key in zip(params, group["params"], strict=True)
         ]
-        ignored = self._in_memory
-        saved = {self._numbers[id(param)]: values for param, values in found if param not in ignored}
+        in_memory = self._in_memory
+        saved = {self._numbers[id(param)]: values for param, values in found if param not in in_memory}
         for shard, values in saved.items():
             self._check_loadable(shard, values)
         for param, values in found:
-            if param in ignored:
-                ignored.check_state(param, values)
+            if param in in_memory:
+                in_memory.check_state(param, values)
         with telling(self._shards.fail):  # afterwards, some parameters would have new states and others the old ones
             for param, values in found:
-                if param in ignored:
-                    ignored.replace_state(param, values)
+                if param in in_memory:
+                    in_memory.replace_state(param, values)
             for shard, values in saved.items():
                 self._replace(shard, values)
 

@@ -449,7 +449,8 @@ class StepRunner:
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
-            spare = self._device.spare_bytes() - (device_update_bytes(self._layout) if self._update_on_device else 0)
+            spare = self._device.spare_bytes() - self._base_optimizer.in_memory.absent_state_bytes
+            spare -= device_update_bytes(self._layout) if self._update_on_device else 0
             planner.device_bytes = self._device_bytes or max(0, spare)
         if self._whole is not None and planner.recording:
             late = self._whole.on_any_rank(late)

@@ -51,10 +51,10 @@ def make_checkpoint_writer(
             saved.
         UnsupportedError: if a buffer or another entry of `state_dict()` cannot be saved.
     """
-    nbytes, optimizer, ignored = 0, base_optimizer.optimizer, base_optimizer.in_memory
+    nbytes, optimizer, in_memory = 0, base_optimizer.optimizer, base_optimizer.in_memory
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
-        module_state = check_state_dict(sharded.outermost, sharded.model, ignored)
+        module_state = check_state_dict(sharded.outermost, sharded.model, in_memory)
         for group in optimizer.param_groups:  # tensors can always be saved; skipping them avoids copies
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
@@ -64,7 +64,7 @@ def make_checkpoint_writer(
     file = run.folder.reserved_file(run.ranks.rank)
     if run.settings.run.retained_checkpoints:
         nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups)
-        nbytes += ignored.state_bytes()
+        nbytes += in_memory.state_bytes()
     space = CheckpointSpace(file, nbytes)
     name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(

@@ -102,7 +102,7 @@ class Filling:
             StorageError: if a write fails.
         """
         run, sharded, source = self._run, self._sharded, self._source
-        optimizer, ignored = base_optimizer.optimizer, base_optimizer.in_memory
+        optimizer, in_memory = base_optimizer.optimizer, base_optimizer.in_memory
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
         if new_optimizer:
             groups = [dict(group) for group in groups]  # copies, which receive the settings of the checkpoint
@@ -116,12 +116,12 @@ class Filling:
         together("storing files for exports", self._keep_companions)
         resumed = self._restore(groups)
         if resumed is not None and resumed.modules is not None:
-            load = partial(load_state, resumed.modules, sharded.outermost, model, ignored)
+            load = partial(load_state, resumed.modules, sharded.outermost, model, in_memory)
             together("restoring the state of modules", load)
         if resumed is not None and new_optimizer:
             # An update ignores the states in the pages of a shard without scalars, as it does in a new run.
             resumed = replace(resumed, scalars={}, own={})
-            ignored.clear_state()
+            in_memory.clear_state()
         return resumed
 
     def load(self, optimizer: torch.optim.Optimizer) -> int | None:

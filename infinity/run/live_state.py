@@ -22,7 +22,6 @@ from infinity.content.views import torch_dtype
 from infinity.errors import LostRankError
 from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
-from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.step import StepRunner
 from infinity.run.modules_in_memory import ModulesInMemory
 from infinity.run.run import Run
@@ -42,7 +41,7 @@ class LiveState(FullState):
         run: Run,
         described: RunDescription,
         model: nn.Module,
-        shards: ShardIO,
+        read: Callable[[int], torch.Tensor],
     ) -> None:
         """Exchange the metadata. All ranks must call it together.
 
@@ -50,12 +49,12 @@ class LiveState(FullState):
             run: the open run.
             described: description of the tensors in this rank's pages.
             model: the model whose buffers are exported.
-            shards: reader for the shards.
+            read: function that returns the weights of a shard.
 
         Raises:
             CheckpointError: if a full parameter cannot be assembled from the ranks' slices.
         """
-        self._run, self._described, self._model, self._shards = run, described, model, shards
+        self._run, self._described, self._model, self._read = run, described, model, read
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
         """Descriptions from all ranks, for each parameter."""
         self._owners = [owners_of(list(specs), run.folder.run_id) for specs in self._specs]
@@ -96,7 +95,7 @@ class LiveState(FullState):
         spec, mine = self.tensors[index], self._specs[index][self._run.ranks.rank].shard_rank
 
         def prepare() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-            part = self._shards.read(index, MASTER)
+            part = self._read(index)
             if spec.shard_size == 1:
                 return part.view(spec.shape), [], part
             whole = torch.empty(spec.shape, dtype=part.dtype)
@@ -138,7 +137,7 @@ class LiveState(FullState):
 
     def _to_send(self, index: int) -> torch.Tensor:
         """Return the bytes of this rank's slice, or an empty tensor if another rank sends the same slice."""
-        part, rank = self._shards.read(index, MASTER), self._run.ranks.rank
+        part, rank = self._read(index), self._run.ranks.rank
         if self._owners[index][self._specs[index][rank].shard_rank] != rank:
             return part[:0]
         return part.contiguous().view(torch.uint8).to(self._wire)
@@ -157,13 +156,12 @@ class LiveSaves:
         model: nn.Module,
         described: RunDescription,
         runner: StepRunner,
-        shards: ShardIO,
         attachment: Attachment,
         in_memory: ModulesInMemory,
     ) -> None:
         self._in_memory = in_memory
         self._run, self._model, self._described = run, model, described
-        self._runner, self._shards, self._attachment = runner, shards, attachment
+        self._runner, self._attachment = runner, attachment
 
     def write(self, what: str, check: Callable[[str], None], write: Callable[[FullState], list[Path]]) -> list[Path]:
         """Write the files on rank 0 while the other ranks send their slices. All ranks must call it together.
@@ -184,7 +182,7 @@ class LiveSaves:
         run = self._run
         with run.ledger.phase("other"), record_function("infinity::save"), _random_states_kept():
             run.ranks.together(what, partial(self._prepare, partial(check, what)))
-            state = LiveState(run, self._described, self._model, self._shards)
+            state = LiveState(run, self._described, self._model, self._in_memory.read)
             written = run.ranks.agree(run.ranks.together(what, partial(self._take_part, state, write)))
         run.ledger.restart_step()
         return written
@@ -193,7 +191,7 @@ class LiveSaves:
         """Flush pending updates, and update the run's copies of the model's configs."""
         check()
         self._runner.flush_updates()
-        self._in_memory.store()
+        self._in_memory.check()
         self._attachment.check()
         if self._run.ranks.rank == 0:
             keep_configs(self._run.folder.checkpoints, self._model)

@@ -1,7 +1,7 @@
 """FSDP modules that stay in memory, because only other FSDP modules were sharded with `NVMeOffloadPolicy`.
 
 FSDP2 and a copy of the base optimizer train such a module in memory. It has pages too, but no training step uses them:
-its values are copied to them before a checkpoint or an export, and from them when a run starts or resumes. Every source
+its values are copied to them before a checkpoint, and from them when a run starts or resumes. Every source
 of initial values and every reader of checkpoints therefore supports these modules.
 """
 
@@ -62,15 +62,11 @@ class ModulesInMemory:
                 local.copy_(self._shards.read(shard, MASTER).view(local.shape))
         self._states.restore_in_memory(scalars)
 
-    def store(self) -> dict[int, dict[str, Any]]:
-        """Write the modules to their pages. Frozen parameters are only written if they have changed.
-
-        Returns:
-            Scalar optimizer states by shard.
+    def check(self) -> None:
+        """Check that the optimizer trains the parameters of the modules.
 
         Raises:
             UnsupportedError: if a parameter was replaced by one that the optimizer does not train.
-            StorageError: if a write fails.
         """
         for shard, member in self._sharded.shards_in_memory.items():
             if member.param.sharded_param is not self._parameters.sharded[shard]:
@@ -78,6 +74,29 @@ class ModulesInMemory:
                     f"{member.names[0]} was replaced by another parameter (for example, by "
                     "load_state_dict(assign=True)), which the optimizer does not train; use assign=False"
                 )
+
+    def read(self, shard: int) -> torch.Tensor:
+        """Return a copy of a shard's weights on the CPU, shape (numel,): from memory, or from its pages.
+
+        Raises:
+            UnsupportedError: if the weights in memory have a different size or dtype than at the start.
+            StorageError, CorruptPageError: if a page cannot be read.
+        """
+        if shard not in self._sharded.shards_in_memory:
+            return self._shards.read(shard, MASTER)
+        return self._shards.checked(shard, MASTER, self._weights(shard)).to("cpu", copy=True)
+
+    def store(self) -> dict[int, dict[str, Any]]:
+        """Write the modules to their pages. Frozen parameters are only written if they have changed.
+
+        Returns:
+            Scalar optimizer states by shard.
+
+        Raises:
+            UnsupportedError: See `check`.
+            StorageError: if a write fails.
+        """
+        self.check()
         for number in sorted(self._sharded.in_memory):
             self._shards.write_module(
                 number, partial(self._value, self._layout.fsdp_module_shards[number]), frozen=False

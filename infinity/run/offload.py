@@ -306,7 +306,7 @@ def _attach(
     if sharded.on_meta or resumed is not None:
         run.ranks.together("loading the FSDP modules that stay in memory", partial(in_memory.load, scalars))
     checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer, in_memory)
-    saves = LiveSaves(run, sharded.model, steps.described, runner, shards, attachment, in_memory)
+    saves = LiveSaves(run, sharded.model, steps.described, runner, attachment, in_memory)
     if run.directory.found is not None:
         checkpointer.forget_others()
     paged = PagedOptimizer(base_optimizer, run, runner, attachment.passes, states, checkpointer, saves, resumed)

@@ -201,7 +201,7 @@ class Run:
                 budget.cache_slots + budget.activation_cache_slots, layout.page_bytes, device=self.device
             )
             self.undo.push(partial(self._close_host_cache, host_cache))
-            moving, _ = open_engine(settings.storage)
+            moving = open_engine(settings.storage)
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))

@@ -21,6 +21,7 @@ from infinity.errors import UnsupportedError
 from infinity.formats.safetensors import export_safetensors
 from infinity.fsdp.gradient import PagedGradient
 from infinity.fsdp.paged_tensor import PagedTensor
+from infinity.store.page_store import PageStore
 from infinity.torch_private import local_part
 from support.ranks import RankPool
 from support.train import reproducible
@@ -200,6 +201,16 @@ def test_part_of_a_model_on_nvme_on_two_ranks_trains_as_in_memory(pair: RankPool
     assert pair.run(compare, names, kind, stop, clip, frozen, str(tmp_path), settings) == [[], []]
 
 
+def test_states_that_the_first_update_creates_are_reserved(tmp_path: Path) -> None:
+    model = sharded(LAYERS)
+    with offload(model, make_optimizer(model), tmp_path) as optimizer:
+        in_memory = optimizer._own.in_memory
+        resident = sum(param.nbytes for name, param in model.named_parameters() if module_of(name) not in LAYERS)
+        assert in_memory.absent_state_bytes == 2 * resident
+        train(model, optimizer, range(1))
+        assert in_memory.absent_state_bytes == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available: `make gpu-test`")
 @pytest.mark.parametrize("case", ["layers", "layers in backward", "resumed"])
@@ -340,6 +351,32 @@ def test_exports_are_complete_and_runs_resume_with_other_ranks_and_policies(pair
         with offload(model, base, tmp_path / "run", run={"resume": "latest"}) as optimizer:
             assert optimizer.steps == HALF
             assert differences(expected, content(model, optimizer)) == []
+
+
+def test_export_reads_modules_in_memory_without_writing_their_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = [], PageStore.write
+
+    def counted(store: PageStore, page: int, *arguments: Any) -> None:
+        written.append(page)
+        write(store, page, *arguments)
+
+    monkeypatch.setattr(PageStore, "write", counted)
+    model = sharded(LAYERS, frozen=("embed",))
+    with offload(model, make_optimizer(model), tmp_path / "run") as optimizer:
+        train(model, optimizer, range(1))
+        model.embed.weight.data.mul_(-1)
+        optimizer.run.pager.flush()
+        written.clear()
+        (file,) = (path for path in optimizer.save_pretrained(tmp_path / "live") if path.suffix == ".safetensors")
+        optimizer.run.pager.flush()
+        layout = optimizer.run.layout
+        of_modules = {layout.fsdp_modules[layout.pages[page].fsdp_module].name for page in written}
+        assert of_modules <= {*LAYERS}  # pending updates
+        expected = content(model, optimizer)
+    weights = {name: expected[name] for name, _ in Model().named_parameters()}
+    assert differences(weights, load_file(file)) == []
 
 
 def test_checkpoints_contain_changes_in_memory_between_steps(tmp_path: Path) -> None:

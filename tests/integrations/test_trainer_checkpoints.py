@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,10 +253,35 @@ def test_damaged_last_checkpoint_is_ignored(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_folder_whose_rewriting_was_interrupted_is_found(tmp_path: Path) -> None:
-    for name in ("checkpoint-2", ".checkpoint-10.before", "checkpoint-last"):
+    for name in ("checkpoint-2", ".checkpoint-10.before", "checkpoint-007", "checkpoint-last"):
         (tmp_path / name).mkdir()
     found = checkpoint_folders.numbered_folders(tmp_path, "checkpoint-")
-    assert [folder.name for folder in found] == ["checkpoint-10", "checkpoint-2"]
+    assert [folder.name for folder in found] == ["checkpoint-10", "checkpoint-007", "checkpoint-2"]
+
+
+def test_only_folders_of_removed_checkpoints_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records = {
+        ".checkpoint-1.before": '{"run_id": "mine", "step": 1, "token": "old"}',
+        "checkpoint-1": '{"run_id": "mine", "step": 1, "token": "new"}',
+        "checkpoint-2": '{"run_id": "mine", "step": 2, "token": ""}',
+        "checkpoint-3": '{"run_id": "other", "step": 1, "token": ""}',
+        "checkpoint-4": "damaged",
+        "checkpoint-5": None,  # of a Trainer without infinity
+    }
+    for name, record in records.items():
+        (tmp_path / name).mkdir()
+        if record is not None:
+            (tmp_path / name / "infinity.json").write_text(record)
+    run = SimpleNamespace(
+        folder=SimpleNamespace(run_id="mine"),
+        store=SimpleNamespace(checkpoints={2: None}),
+        ranks=SimpleNamespace(on_first=lambda _, function: function()),
+    )
+    checkpoints = checkpoint_folders.Checkpoints(SimpleNamespace(run=run, resumed_extra={}, steps=2), "")  # type: ignore[arg-type]
+    checkpoints.remove_others(checkpoint_folders.numbered_folders(tmp_path, "checkpoint-"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{number}" for number in range(2, 6)]
+    (record,) = caplog.records
+    assert "checkpoint-4 is not removed" in record.getMessage()
 
 
 def test_files_of_a_folder_are_flushed_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,10 @@ def test_slow_requests_appear_in_the_maximum(tmp_path: Path, monkeypatch: pytest
     """Every fifth read is slow, which does not change the median."""
     engines: list[FaultEngine] = []
 
-    def slow(settings: StorageConfig) -> tuple[Engine, str]:
+    def slow(settings: StorageConfig) -> Engine:
         inner = ThreadEngine(settings.queue_depth, settings.request_bytes)
         engines.append(FaultEngine(inner, 1, [Fault(kind=FaultKind.SLOW, op=Op.READ, every=5, seconds=0.2)]))
-        return engines[0], "for the test"
+        return engines[0]
 
     monkeypatch.setattr(targets, "open_engine", slow)
     found = measure_paths([tmp_path], points_of([Load.READ], [4096], [1]), file_bytes=MIB, seconds=0.5)

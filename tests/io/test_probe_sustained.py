@@ -110,11 +110,11 @@ class _SlowingEngine(WrappedEngine):
 def test_sustain_ends_after_a_bandwidth_drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is not written further, to limit its wear."""
 
-    def open_slowing_engine(settings: StorageConfig) -> tuple[Engine, str]:
+    def open_slowing_engine(settings: StorageConfig) -> Engine:
         engine = _SlowingEngine(settings)
         monkeypatch.setattr(stream, "time", engine)
         monkeypatch.setattr(io_engine, "time", engine)
-        return engine, "for the test"
+        return engine
 
     monkeypatch.setattr(targets, "open_engine", open_slowing_engine)
     monkeypatch.setattr(sustained, "_LOOK_SECONDS", 0.02)

@@ -70,7 +70,7 @@ def test_each_path_has_its_own_queue_depth(tmp_path: Path, monkeypatch: pytest.M
 
 def test_engine_depth_is_multiplied_by_the_number_of_paths() -> None:
     try:
-        engine, _ = open_engine(StorageConfig(paths=("a", "b", "c"), engine="auto", queue_depth=5))
+        engine = open_engine(StorageConfig(paths=("a", "b", "c"), engine="auto", queue_depth=5))
     except RingRefusedError as error:
         pytest.skip(str(error))
     if not isinstance(engine, UringEngine):

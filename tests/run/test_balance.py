@@ -174,7 +174,7 @@ def test_balance_false_disables_moving_pages(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_queueing_time_does_not_count_as_transfer_time(engine: str, tmp_path: Path) -> None:
     """A transfer starts when the drive receives the request, not when the request is queued."""
-    running, _ = open_engine(StorageConfig(engine=engine, queue_depth=1))  # type: ignore[arg-type]
+    running = open_engine(StorageConfig(engine=engine, queue_depth=1))  # type: ignore[arg-type]
     memory = transfer_memory(64 << 10)
     try:
         file = running.open(str(tmp_path / "data"), create=True)

@@ -47,9 +47,9 @@ def test_training_metrics_describe_the_last_step(tmp_path: Path) -> None:
             }
         optimizer.report(tokens=1)
         assert shown()["training_loss"] == loss.item()
-        for tokens in (float("nan"), float("inf"), -1):  # would corrupt the counter permanently
+        for invalid in (float("nan"), float("inf"), -1):  # would corrupt the counter permanently
             with pytest.raises(ConfigError, match="tokens = "):
-                optimizer.report(tokens=tokens)
+                optimizer.report(tokens=invalid)
         optimizer.report(total_steps=20)
         assert stats.snapshot().value("training_target_steps") == 20
         with pytest.raises(ConfigError, match="total_steps = -1"):

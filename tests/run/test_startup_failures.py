@@ -48,7 +48,7 @@ STAGES = (
     "checkpointing.CheckpointWriter.reserve",
     "initial_state.OwnValues.check",
     "initial_state.OwnValues.values",
-    "offload.ShardIO.initialize",
+    "offload.ShardIO.write_module",
     "initial_state.keep_companions",
     "initial_state.OwnValues.restore",
     "offload.Attachment",

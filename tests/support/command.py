@@ -93,10 +93,12 @@ def run_process(
 
 
 @contextmanager
-def training(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def training(
+    folder: Path, *arguments: str, program: Sequence[str] = ("infinity_tools",)
+) -> Iterator[subprocess.Popen[str]]:
     """Run `infinity` in a folder, and yield its process after the first step. The process is killed at the end."""
     with subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *arguments],
+        [sys.executable, "-m", *program, *arguments],
         cwd=folder,
         env=environment(folder / "tmp"),
         stderr=subprocess.PIPE,

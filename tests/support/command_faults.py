@@ -21,9 +21,8 @@ def inject_faults(kind: str, first: int, times: int) -> None:
     original = module.open_engine
     fault = Fault(kind=FaultKind(kind), at=tuple(range(first, first + times)))
 
-    def open_engine(config: StorageConfig) -> tuple[Engine, str]:
-        engine, reason = original(config)
-        return FaultEngine(engine, 0, [fault]), reason
+    def open_engine(config: StorageConfig) -> Engine:
+        return FaultEngine(original(config), 0, [fault])
 
     module.open_engine = open_engine
 

@@ -152,10 +152,9 @@ def ending(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callab
     module = importlib.import_module("infinity.run.run")
     original_open = module.open_engine
 
-    def open_engine(config: StorageConfig) -> tuple[Any, str]:
-        inner, reason = original_open(config)
-        engines.append(VolatileEngine(inner))
-        return engines[-1], reason
+    def open_engine(config: StorageConfig) -> Any:
+        engines.append(VolatileEngine(original_open(config)))
+        return engines[-1]
 
     for name in _CALLS:
         setattr(os, name, wrapped(name))

@@ -431,10 +431,9 @@ def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Swit
     original = module.open_engine
     opened: list[Switch] = []
 
-    def open_engine(config: StorageConfig) -> tuple[Switch, str]:
-        inner, reason = original(config)
-        opened.append(Switch(inner, seed, faults, on))
-        return opened[-1], reason
+    def open_engine(config: StorageConfig) -> Switch:
+        opened.append(Switch(original(config), seed, faults, on))
+        return opened[-1]
 
     module.open_engine = open_engine
     try:

@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from infinity.formats.companions import Companions, keep_tokenizer
 from support.command import SMALL, Finished, run_here
+from support.fine_tuning import make_tokenizer
 
 
 @pytest.fixture
@@ -87,6 +89,17 @@ def test_export_restores_pretrained_folder_layout(tmp_path: Path, monkeypatch: p
     assert "--companions" in done.errors
 
 
+def test_chat_templates_of_another_tokenizer_are_not_exported(tmp_path: Path) -> None:
+    """Its own additional templates are."""
+    old, new = make_tokenizer(tmp_path / "old"), make_tokenizer(tmp_path / "new")
+    old.chat_template = {"default": "a", "rag": "b"}
+    new.chat_template = {"default": "a", "tool_use": "c"}
+    for tokenizer in (old, new):
+        keep_tokenizer(tmp_path, tokenizer)
+    found = Companions.of_run(tmp_path).files
+    assert [name for name in found if "/" in name] == ["additional_chat_templates/tool_use.jinja"]
+
+
 def test_unreadable_companion_stops_export(checkpointed: Path, tmp_path: Path) -> None:
     """The message names the file, and no partial export remains."""
     (tmp_path / "companions").mkdir()
@@ -126,6 +139,7 @@ def test_dcp_export_contains_model_and_optimizer(checkpointed: Path, tmp_path: P
         (("--to", "gguf"), "'gguf'"),
         (("--to", "dcp", "--dtype", "bf16"), "--to safetensors"),
         (("--to", "dcp", "--file-size", "1GiB"), "--to safetensors"),
+        (("--to", "dcp", "--merge"), "--to safetensors"),
         (("--merge",), "trains no adapters"),
         (("--file-size", "many"), "--file-size"),
         (("--model-config", "missing.json"), "missing.json"),

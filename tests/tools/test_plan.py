@@ -129,7 +129,7 @@ def test_train_command_matches_plan(tmp_path: Path) -> None:
     config = tmp_path / "some.toml"
     config.write_text("[memory]\npage_bytes = 65536\n")
     every = (
-        "plan --model tiny --dtype bf16 --batch-tokens 512 --seq 64 --micro-batches 4 --loss-tokens 32 --clip "
+        "plan --model tiny --dtype bf16 --batch-tokens 512 --seq 64 --micro-batches 4 --clip "
         f"--lora r=4 --ranks 2 --state-format split --update after_backward --activations nvme "
         f"--retained-checkpoints 2 --config {config} --nvme-count 2 {DRIVES}"
     )
@@ -160,6 +160,8 @@ def test_options_unsupported_by_train_are_reported(subtests: pytest.Subtests) ->
         ("--model tiny --batch-tokens 512 --optimizer lion", "--optimizer adamw"),
         ("--model tiny --batch-tokens 512 --trainable 0.5", "--trainable"),
         ("--model tiny --batch-tokens 512 --seq 64 --loop --micro-batches 2", "--gradient_accumulation_steps"),
+        ("--model tiny --batch-tokens 512 --loss-tokens 32", "--loss-tokens"),
+        ("--model tiny --batch-tokens 512 --seq 64 --micro-batches 3", "--micro-batches 3 does not divide the 8"),
         ("--model tiny --batch-tokens 500 --seq 64", "--batch-tokens 500 is not a multiple of --seq 64"),
         ("--model tiny --batch-tokens 8192 --seq 8192", "max_position_embeddings"),
     ]:

@@ -221,7 +221,7 @@ def test_advice_names_intact_checkpoint(checkpointed):
     bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
     assert good_step(two, []) == 7
     assert good_step(two, [bad]) == 1
-    assert "--resume-step 1" in _advice(two, [bad], 1, [first, second])
+    assert "--resume OUT/checkpoint-1 (run.resume_step = 1)" in _advice(two, [bad], 1, [first, second])
     assert "(step 7) is intact" in _advice(two, [replace(bad, step=1)], 7, [first, second])
 
 

@@ -279,8 +279,8 @@ def read_only_mount(nvme: Path) -> Iterator[Path]:
 
 
 @as_root
-def test_read_only_mount_supports_read_commands(read_only_mount: Path, tmp_path: Path) -> None:
-    """The operating system remounts a failing drive read-only."""
+def test_read_only_mount_supports_read_commands(trained: Path, read_only_mount: Path, tmp_path: Path) -> None:
+    """The operating system remounts a failing drive read-only. A resume moves the run to another drive."""
     place = read_only_mount
     (run,) = json.loads(run_here("store", "ls", place, "--json").output)
     assert (run["live"], len(run["checkpoints"])) == (False, 1)
@@ -293,9 +293,10 @@ def test_read_only_mount_supports_read_commands(read_only_mount: Path, tmp_path:
     done = run_here("store", "rm", place, "--ended", "--yes")
     assert done.status == 2
     assert "cannot be removed: Read-only file system" in done.errors
-    options = ["--resume", "--resume-path", place, "--nvme", tmp_path / "new", "--out", tmp_path / "out", "--json"]
-    (tmp_path / "new").mkdir()
-    assert run_here(*SMALL, *options, "--max_steps", "2").summary["first_step"] == 2
+    train = ["train", "--out", shutil.copytree(trained.with_name("out"), tmp_path / "out"), "--resume", "--json"]
+    moved = ["--offload.run.resume_paths", place, "--nvme", tmp_path / "new"]
+    assert run_here(*train, *moved, "--max_steps", "2").summary["first_step"] == 2
+    assert run_here(*train, "--max_steps", "3").summary["first_step"] == 3
 
 
 @as_root

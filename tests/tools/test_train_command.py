@@ -233,13 +233,17 @@ def test_evaluation_stops_early_and_keeps_best_checkpoint(tmp_path: Path) -> Non
     pretrained(tmp_path / "model")
     questions(tmp_path / "qa.jsonl")
     command = ["train", "--model", "model", "--data", "qa.jsonl", "--eval_data", "qa.jsonl", "--host-memory", "2MiB"]
-    command += ["--learning_rate", "0", "--eval_steps", "1", "--save_steps", "1", "--early_stopping_patience", "2"]
-    found = run_here(*command, "--num_train_epochs", "9", "--bf16", "false", "--out", "o", "--json").summary
+    command += ["--learning_rate", "0", "--eval_steps", "1", "--early_stopping_patience", "2"]
+    command += ["--num_train_epochs", "9", "--bf16", "false", "--json"]
+    found = run_here(*command, "--out", "o").summary
     assert found["steps"] == 3, "the loss does not improve after step 1"
     assert [step for step, _ in found["eval_losses"]] == [1, 2, 3]
     state = json.loads((tmp_path / "o/checkpoint-3/trainer_state.json").read_text())
     assert state["best_global_step"] == 1
     assert " --step 1 " in found["next"]["export"]
+    found = run_here(*command, "--save_steps", "2", "--out", "p").summary
+    assert (found["steps"], found["checkpointed_step"]) == (3, 3), "the last step is saved"
+    assert " --step 3 " in found["next"]["export"], "step 1 was not saved"
 
 
 def test_trace_is_written_after_ctrl_c(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ CHAT = [message("user", "a sea"), message("assistant", "the ship")]
 ASKED, ANSWERED = [message("user", "a sea")], [message("assistant", "the ship")]
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 ALPACA += "### Instruction:\na sea\n\n### Response:\n"
+PAIRED = ALPACA.replace("task.", "task, paired with an input that provides further context.").replace(
+    "a sea\n\n", "a\n\n### Input:\nsea\n\n"
+)
 SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "text": ({"text": "a sea", "id": "7"}, {"text": "a sea"}, {"text": "a sea"}),
     "only text column": ({"story": "a sea", "id": 7}, {"text": "a sea"}, {"text": "a sea"}),
@@ -53,6 +56,16 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "a sea"}, {"from": "gpt", "value": "the ship"}], "id": "7"},
         {"messages": CHAT},
+        {},
+    ),
+    "ShareGPT with a system message": (
+        {"conversations": [{"from": "human", "value": "a sea"}, {"from": "gpt", "value": "the ship"}], "system": "be"},
+        {"messages": [message("system", "be"), *CHAT]},
+        {},
+    ),
+    "chat with a system message": (
+        {"messages": CHAT, "system": "be"},
+        {"messages": [message("system", "be"), *CHAT]},
         {},
     ),
     "prompt and completion": (
@@ -64,6 +77,16 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"instruction": "a sea", "input": "", "output": "the ship"},
         {"prompt": ASKED, "completion": ANSWERED},
         {"prompt": ALPACA, "completion": "the ship"},
+    ),
+    "Dolly": (
+        {"instruction": "a", "context": "sea", "response": "the ship", "category": "qa"},
+        {"prompt": [message("user", "a\n\nsea")], "completion": ANSWERED},
+        {"prompt": PAIRED, "completion": "the ship"},
+    ),
+    "prompt with input": (
+        {"prompt": "a", "input": "sea", "output": "the ship"},
+        {"prompt": [message("user", "a\n\nsea")], "completion": ANSWERED},
+        {"prompt": PAIRED, "completion": "the ship"},
     ),
     "question and answer": (
         {"question": "a sea", "answer": "the ship"},
@@ -122,6 +145,7 @@ def test_columns_can_be_mapped(tokenizers: dict[bool, Any]) -> None:
         ({"text": "x"}, "dpo", {}, r"columns text, .*--columns prompt=question,chosen=good"),
         ({"text": "x"}, "sft", {"text": "txt"}, r"no column 'txt'; columns: text"),
         ({"prompt": "x", "completion": None}, "sft", {}, r"'completion' is empty in 1 of 1 rows"),
+        ({"messages": []}, "sft", {}, r"'messages' is empty in 1 of 1 rows"),
     ],
 )
 def test_unknown_columns_are_rejected(
@@ -268,7 +292,7 @@ def test_changes_of_prepared_tokens_are_detected(tmp_path: Path, tokenizers: dic
     content = file.read_bytes()
     for damaged in damages(content):
         file.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=str(file.parent)):
+        with pytest.raises(ConfigError, match=rf"{file.parent}|{file.name}\..*\.xxh3; remove both"):
             check_prepared(prepared(tmp_path, tokenizers))
     file.unlink()
     assert check_prepared(prepared(tmp_path, tokenizers)) == checksum

@@ -11,11 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from transformers import TrainerControl
 
+from infinity.ranks import Ranks
 from infinity_tools.plot import write_picture
 from infinity_tools.signals import StopRequest
+from infinity_tools.train.callbacks import RunCallback
 from support.command import SMALL, environment, run_here, training
 
 
@@ -200,6 +205,22 @@ def test_closed_terminal_stops_run_with_checkpoint(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["interrupted"]
     assert summary["checkpointed_step"] == summary["steps"]
+
+
+def test_signal_at_end_of_epoch_saves_once_without_evaluation(tmp_path: Path) -> None:
+    """The weights stay those from which the run resumes."""
+    view, stop = cast("Any", None), cast("Any", SimpleNamespace(received=signal.SIGTERM))
+    args = SimpleNamespace(save_strategy="epoch", save_only_model=False, load_best_model_at_end=True)
+    state, control = SimpleNamespace(global_step=7, best_model_checkpoint="o/checkpoint-3"), TrainerControl()
+    callback = RunCallback(tmp_path, Ranks(0, 0, 1), view, stop, print)
+    callback.kernel.begin()
+    callback.on_step_end(args, state, control)
+    assert (control.should_save, control.should_training_stop) == (True, True)
+    callback.on_save(args, state, control)
+    assert (callback.checkpointed, callback.best) == (7, 0)
+    control.should_save = control.should_evaluate = True  # as the Trainer does at the end of an epoch
+    callback.on_epoch_end(args, state, control)
+    assert (control.should_save, control.should_evaluate) == (False, False)
 
 
 def test_forwarded_signals_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from infinity_tools import launch
 from support.command import SMALL, environment, run_here, run_process, training
 
 ACT = """
@@ -71,17 +70,34 @@ def test_ranks_exit_with_their_launcher(tmp_path: Path) -> None:
     assert len(children) == 2
 
 
-def test_sigterm_stops_all_ranks_with_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_stop_all_ranks_with_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """The current step is finished first."""
     with training(tmp_path, *SMALL, "--nproc", "2", "--max_steps", "100000", "--out", "o") as process:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.stderr is not None
         assert process.stderr.read().count("stopping after this step") == 1
-        assert process.wait(300) == 128 + signal.SIGTERM
+        assert process.wait(300) == 128 + number
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert (summary["world_size"], summary["interrupted"]) == (2, True)
     assert summary["checkpointed_step"] == summary["steps"]
     assert summary["next"]["resume"].endswith("recipe.yaml --resume --nproc 2")
+
+
+@pytest.mark.wide
+def test_torchrun_passes_on_warning_of_slurm(tmp_path: Path) -> None:
+    """Without `--signals-to-handle`, SIGUSR1 ends torchrun."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=300"]
+    launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "-m", "infinity_tools"]
+    command = [*SMALL, "--max_steps", "100000", "--out", "o"]
+    with training(tmp_path, *command, program=launcher) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr is not None
+        assert "stopping after this step" in process.stderr.read()
+        assert process.wait(300) != 0
+    summary = json.loads((tmp_path / "o/summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["checkpointed_step"] == summary["steps"]
 
 
 @pytest.mark.wide
@@ -99,4 +115,3 @@ def test_nproc_under_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     assert ended.status == 2
     assert "--nproc 2 " in ended.errors
     assert "RANK and WORLD_SIZE are set" in ended.errors
-    assert launch.launch

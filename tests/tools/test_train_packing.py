@@ -14,7 +14,8 @@ from datasets import Dataset
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.models import small
 from infinity_tools.train.datasets import check_packing, why_not_packed
-from support.fine_tuning import MARKED, chats, make_model, make_tokenizer
+from support.command import run_here
+from support.fine_tuning import MARKED, chats, make_model, make_tokenizer, write_jsonl
 from support.tables import all_but
 
 SEPARATED: dict[str, dict[str, Any]] = {
@@ -82,11 +83,12 @@ def test_packed_examples_do_not_attend_to_each_other(tmp_path: Path) -> None:
     trainer = packing(tmp_path, model)
     batch = trainer.data_collator(list(trainer.train_dataset)[:3])
     assert {name: value.shape for name, value in batch.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (3, 96)
+        ("input_ids", "labels", "position_ids", "attention_mask"), (3, 96)
     )
     trained = 0
     with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        together = model(**given, use_cache=False).logits
         for row in range(3):
             starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), 96]
             assert len(starts) > 2
@@ -96,6 +98,21 @@ def test_packed_examples_do_not_attend_to_each_other(tmp_path: Path) -> None:
                 assert batch["labels"][row, first] == -100
                 trained += int((batch["labels"][row, first:last] != -100).sum())
     assert trained == sum(label != -100 for row in list(trainer.train_dataset)[:3] for label in row["labels"])
+
+
+def test_all_tokens_of_packed_batches_are_counted(tmp_path: Path) -> None:
+    """Padding is not. Examples to evaluate on need not be packed."""
+    write_jsonl(tmp_path / "train.jsonl", chats(40))
+    write_jsonl(tmp_path / "eval.jsonl", chats(4))
+    make_model(tmp_path / "m", template=MARKED)
+    done = run_here(
+        "train", "--model", tmp_path / "m", "--data", tmp_path / "train.jsonl", "--eval_data", tmp_path / "eval.jsonl",
+        "--eval_packing", "false", "--max_length", 96, "--per_device_train_batch_size", 2,
+        "--gradient_accumulation_steps", 2, "--max_steps", 2, "--use_cpu", "--json", "--out", tmp_path / "o",
+    )  # fmt: skip
+    assert done.status == 0, done.errors
+    assert 4 * 80 < done.summary["tokens_per_step"] <= 4 * 96
+    assert len(done.summary["eval_losses"]) == 1
 
 
 def test_packing_for_a_model_that_mixes_examples_is_rejected(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_words_become_typed_values() -> None:
         assert recipes.checked(recipes.of_words(words), "sft") == expected, words
 
 
+def test_existing_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jinja").touch()
+    for key in ("chat_template_path", "tokenizer", "model"):
+        assert recipes.checked({key: ["t.jinja"]}, "sft") == {key: str(tmp_path / "t.jinja")}
+        assert recipes.checked({key: ["other"]}, "sft") == {key: "other"}
+
+
 def test_recipe_file_has_the_same_values(tmp_path: Path) -> None:
     """YAML reads 2e-5 as text, and sections may be nested."""
     expected: dict[str, Any] = {key: value for values in VALUES.values() for key, value in values.items()}
@@ -90,6 +98,7 @@ def test_conflicts_with_a_run_to_resume_are_fixed_or_change_it() -> None:
     given = {"model": "tiny", "max_steps": 4, "peft.r": 8, "peft.lora_alpha": 8, "data": ["/b"], "output_dir": "/p"}
     fixed, changed = recipes.conflicts(given, stored)
     assert (fixed, changed) == ({"peft.r": 8, "peft.lora_alpha": 8, "data": ["/b"]}, {"max_steps": 4})
+    assert recipes.conflicts({"adam_beta1": 0.9, "seed": 3}, stored) == ({"seed": 3}, {}), "0.9 is the default"
     assert recipes.shown(fixed, stored) == "data /b (was /a), peft.lora_alpha 8 (was not set), peft.r 8 (was 4)"
 
 
@@ -104,6 +113,8 @@ MESSAGES: list[tuple[list[str], int, str]] = [
     (["--save_total_limit", "0"], 2, "save_total_limit"),
     (["--trace", "missing/t.json"], 2, "'missing' is not a folder"),
     (["--trace", "/dev/null"], 2, "it is a device or pipe"),
+    (["--push_to_hub"], 2, "hf upload"),
+    (["--early_stopping_patience", "2"], 2, "pass --eval_data"),
     (["--nvme="], 2, "empty value after --nvme"),
     (["--out", " "], 2, "empty value after --out"),
     (["--learning_rate", "1e30", "--warmup_steps", "0", "--max_steps", "4"], 1, "lower --learning_rate"),

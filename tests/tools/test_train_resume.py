@@ -6,9 +6,15 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from infinity.ranks import Ranks
+from infinity_tools.train import resume
+from infinity_tools.train.callbacks import _set_learning_rate
 from support.command import SMALL, Finished, run_here, run_process
 
 TRAIN = [*SMALL, "--lr_scheduler_type", "constant", "--out", "o"]
@@ -27,6 +33,7 @@ def rows(out: Path) -> list[dict[str, float]]:
 def test_given_values_change_the_run_or_conflict_with_it(tmp_path: Path) -> None:
     """A conflict leaves the run unchanged. The new recipe is stored."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "c.toml").write_text("storage.queue_depth = 8")
     run_here(*TRAIN, "--data", "text", "--learning_rate", "2e-3", "--max_steps", "2")
     for options, message in {
         ("--model", "llama-100m"): "model llama-100m (was tiny)",
@@ -37,9 +44,10 @@ def test_given_values_change_the_run_or_conflict_with_it(tmp_path: Path) -> None
         ended = run_here("train", "--resume", "--out", "o", "--max_steps", "3", *options)
         assert (ended.status, message in error_text(ended)) == (2, True), ended.errors
     more = ["--max_steps", "4", "--learning_rate", "1e-3", "--gradient_accumulation_steps", "2"]
-    ended = run_here("train", "o/recipe.yaml", "--resume", *more, "--per_device_train_batch_size", "2")
+    more += ["--per_device_train_batch_size", "2", "--config", "c.toml", "--adam_beta1", "0.9"]
+    ended = run_here("train", "o/recipe.yaml", "--resume", *more)
     assert ended.status == 0, ended.errors
-    assert "learning_rate 0.001 (was 0.002), max_steps 4 (was 2), per_device" in error_text(ended)
+    assert "learning_rate 0.001 (was 0.002), max_steps 4 (was 2), offload.storage.queue_depth 8" in error_text(ended)
     assert [row["learning_rate"] for row in rows(tmp_path / "o")] == [2e-3, 2e-3, 1e-3, 1e-3]
     assert "has already finished at step 4" in run_here("train", "--resume", "--out", "o").errors
     (tmp_path / "text").write_bytes(bytes(range(255, -1, -1)) * 40)
@@ -115,8 +123,54 @@ def test_suggested_commands_work_after_training(tmp_path: Path) -> None:
     assert not list((tmp_path / "my out/nvme").glob("*/*.pages"))
 
 
-def test_run_without_checkpoints_removes_its_state(tmp_path: Path) -> None:
-    ended = run_here(*TRAIN, "--max_steps", "1", "--save_strategy", "no")
+def test_values_replace_stored_values_that_contradict_them() -> None:
+    stored = {"max_steps": 4, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    recipe, before = resume.merged({"num_train_epochs": 2.0, "lr_scheduler_type": "constant"}, stored)
+    assert recipe == {
+        "max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None
+    }  # fmt: skip
+    assert {**stored, **before} == {**stored, "num_train_epochs": None}
+    assert resume.merged({"lr_scheduler_type": "cosine_with_min_lr"}, stored) == (stored, {})
+
+
+def test_values_are_those_of_the_method_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("method: dpo\nmodel: tiny\n")
+    ended = run_here("train", "--resume", "--out", tmp_path, "--beta", "0.2", "--model", "llama-100m")
+    assert "model llama-100m (was tiny)" in error_text(ended)
+
+
+def test_resume_command_starts_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run: Any = SimpleNamespace(roots=(tmp_path / "n/run",), run_id="run")
+    commands = resume.next_commands({"output_dir": "/o", "max_steps": 2}, run, 2, Ranks(0, 0, 4), stopped=True)
+    assert commands["resume"] == (
+        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2 -m infinity_tools train "
+        "/o/recipe.yaml --resume"
+    )
+
+
+def test_run_of_epochs_with_few_logs_has_results(tmp_path: Path) -> None:
+    """Tokens are those of the logged steps."""
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    options = ["--max_steps", "-1", "--logging_steps", "4", "--hub_token", "secret", "--data", "text", "--out", "o"]
+    ended = run_here(*SMALL, *options, "--lr_scheduler_type", "constant", "--json")
+    last = rows(tmp_path / "o")[-1]
+    assert (ended.summary["steps"], last["step"]) == (9, 8)
+    assert ended.summary["tokens_per_step"] == last["num_tokens"] / 8
+    assert ended.summary["next"]["resume"].endswith(" --num_train_epochs 6")
+    stored = (tmp_path / "o/recipe.yaml").read_text()
+    assert all(word not in stored + ended.output for word in ("secret", "min_lr_rate"))
+
+
+def test_resuming_keeps_learning_rate_of_scheduler_without_base_rate() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    _set_learning_rate(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), optimizer, 0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("option", ["--save_strategy=no", "--save_only_model"])
+def test_run_without_checkpoints_removes_its_state(option: str, tmp_path: Path) -> None:
+    ended = run_here(*TRAIN, "--max_steps", "1", option)
     assert "no state was kept on NVMe" in ended.output
     assert not list((tmp_path / "o").glob("nvme/*"))
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}

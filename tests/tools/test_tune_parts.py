@@ -17,7 +17,7 @@ from rich.console import Console
 from infinity import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity_tools import trial_folders
-from infinity_tools.tune import trial_worker
+from infinity_tools.tune import trial_worker, tune_command
 from infinity_tools.tune.journal import Journal
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
 from infinity_tools.tune.progress_view import View
@@ -176,6 +176,19 @@ def test_worker_exit_at_startup_raises_error(monkeypatch: pytest.MonkeyPatch) ->
             started.start()
         with pytest.raises(InfinityError, match="ended with status 3"):
             started.measure(START, Bounds())
+
+
+def test_train_command_matches_workload() -> None:
+    workload = Workload(model="tiny", dtype="fp32", activation_checkpointing=False, batch_tokens=128, micro_tokens=64,
+                        loss_tokens=None, seq=32, max_grad_norm=1, threads=3, seed=0)  # fmt: skip
+    assert tune_command._next_lines(Path("tuned"), workload)[-1] == (
+        "OMP_NUM_THREADS=3 infinity train --config tuned/infinity.toml --model tiny --max_length 32 "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --gradient_checkpointing false "
+        "--max_grad_norm 1 --bf16 false"
+    )
+    said = tune_command._next_lines(Path("tuned"), replace(workload, loss_tokens=10))[-1]
+    assert "--loss-tokens" in said
+    assert "--config" not in said
 
 
 def trial(number: int, changes: dict[str, Any], ratio: float) -> Trial:

@@ -28,6 +28,11 @@ def check_sequences(options: Batch) -> None:
         raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
 
 
+def why_not_sliced(loss_tokens: int | None) -> str:
+    """Return the reason why `infinity train` cannot compute the loss in slices; empty if it is not sliced."""
+    return "it has no counterpart of --loss-tokens; omit the option" if loss_tokens is not None else ""
+
+
 def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
     """Check that the batch can be divided among the ranks and suits the model. Raises `ConfigError`."""
     sequences = options.batch_tokens // options.seq
@@ -56,6 +61,8 @@ def check_language_model(source: ModelSource) -> None:
     vocabulary = getattr(source.config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ConfigError(f"--model {source.name} is not a language model: its configuration has no vocab_size")
+    if vocabulary < 1:
+        raise ConfigError(f"--model {source.name} has vocab_size = {vocabulary}; at least 1 is required")
     if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
         raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
 

@@ -61,7 +61,7 @@ def export(
         Path | None,
         typer.Option(
             help="Folder with a tokenizer, generation_config.json etc. to copy into the safetensors folder. [default: "
-            "the copies that the run keeps from its initial weights]"
+            "the run's tokenizer, and the other files of its initial weights]"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
@@ -79,7 +79,11 @@ def export(
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
         if to == "dcp" and (
-            dtype not in ("loaded", "trained") or file_size or model_config is not None or companions is not None
+            dtype not in ("loaded", "trained")
+            or merge
+            or file_size
+            or model_config is not None
+            or companions is not None
         ):
             raise ConfigError(
                 "--dtype, --merge, --file-size, --model-config and --companions require --to safetensors; dcp exports "

@@ -40,6 +40,11 @@ _OTHERS: Final[dict[str, dict[str, Any]]] = {
     "config": {"help": "TOML file with settings (docs/reference/settings.md); command-line options override it."},
 }
 """Options that are not settings, by parameter name."""
+_HELP: Final = {
+    "telemetry.runtime_dir": "Runtime folder of infinityd, which may have measured the bandwidth of the drives. "
+    "[default: from --config, or the first usable default folder (docs/reference/settings.md)]"
+}
+"""Help that differs from the declaration of the setting, because the commands use the setting in another way."""
 
 
 def setting_option(name: str, panel: str) -> Any:
@@ -59,8 +64,9 @@ def setting_option(name: str, panel: str) -> Any:
         more["min"] = metadata["minimum"]
         more["max"] = None if metadata["maximum"] == LARGEST else metadata["maximum"]
     example = "such as 64MiB; " if metadata["size"] else ""
-    shown = f"{metadata['doc']} [{example}default: {default}]" if default != "" else metadata["doc"]
-    return typer.Option(SETTINGS[name], callback=setting(name), help=shown, rich_help_panel=panel, **more)
+    shown = f"{metadata['doc']} [{example}default: from --config, or {default}]"
+    help_text = _HELP.get(name, shown)
+    return typer.Option(SETTINGS[name], callback=setting(name), help=help_text, rich_help_panel=panel, **more)
 
 
 def shared_option(name: str, panel: str | None = None) -> Any:

@@ -98,7 +98,8 @@ def attach(
             f"the Trainer of the installed transformers has no {', '.join(missing)}; install transformers 5.24"
         )
     settings = load_config(config)
-    check_config(settings)
+    resumes = bool(settings.run.resume_paths)  # `train` determines the run
+    check_config(replace(settings, run=replace(settings.run, resume="latest")) if resumes else settings)
     unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
     register_generate(own.model)

@@ -116,7 +116,7 @@ def open_target(
     for start in range(0, len(memory), _NOISE_BYTES):
         end = min(start + _NOISE_BYTES, len(memory))
         memory[start:end] = noise[: end - start]
-    running, _ = open_engine(settings)
+    running = open_engine(settings)
     try:
         running.register(memory)
         file = _probe_file(running, path, file_bytes)
@@ -140,7 +140,7 @@ def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[li
         request_bytes=point.block_bytes,
         queue_depth=point.depth,
     )
-    other, _ = open_engine(settings)
+    other = open_engine(settings)
     try:
         for target in targets:
             other.register(target.memory)

@@ -39,11 +39,6 @@ class Lora:
             raise ConfigError(f"--lora {text!r}: r must be at least 1, alpha greater than 0, and dropout in [0, 1)")
         return cls(rank, alpha, dropout, tuple(filter(None, values.get("targets", "").split("+"))))
 
-    def __str__(self) -> str:
-        """Return the canonical form, which `of` parses."""
-        targets = f",targets={'+'.join(self.targets)}" if self.targets else ""
-        return f"r={self.r},alpha={self.alpha:g},dropout={self.dropout:g}{targets}"
-
     @property
     def words(self) -> list[str]:
         """Return the options of `infinity train` with the same meaning."""

@@ -46,7 +46,7 @@ def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | 
     from infinity_tools.batch import batch_words
     from infinity_tools.presets import find_model
 
-    if why := _why_not(asked, found, written):
+    if why := _why_not(asked, found):
         return f"`infinity train` cannot run this plan: {why}"
     words = ["infinity", "train", "--model", asked.model, "--bf16", str(asked.dtype == "bf16").lower()]
     if find_model(asked.model).weights is not None:
@@ -85,8 +85,8 @@ def _batch(found: Estimate) -> _Batch:
     )
 
 
-def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
-    from infinity_tools.batch import check_batch, check_sequences
+def _why_not(asked: Asked, found: Estimate) -> str:
+    from infinity_tools.batch import check_batch, check_sequences, why_not_sliced
     from infinity_tools.presets import find_model
 
     if asked.optimizer != "adamw":
@@ -95,6 +95,16 @@ def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
         return "it does not support --trainable; it trains all parameters or --peft"
     if asked.loop:
         return "it does not support --loop; each layer processes all micro-batches (--gradient_accumulation_steps)"
+    if why := why_not_sliced(asked.loss_tokens):
+        return why
+    work = found.workload
+    sequences, rest = divmod(work.batch_tokens, work.world_size * work.sequence)
+    if not rest and sequences % work.micro_batches:
+        possible = ", ".join(str(number) for number in range(1, sequences + 1) if sequences % number == 0)
+        return (
+            f"--micro-batches {work.micro_batches} does not divide the {sequences} sequences per rank equally; "
+            f"possible: {possible}"
+        )
     try:
         check_sequences(_batch(found))
         check_batch(_batch(found), find_model(asked.model or ""), asked.ranks)

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from infinity import PagedOptimizer
 from infinity.errors import InfinityError
+from infinity.integrations.transformers.unsupported_arguments import checkpoints
 from infinity.ranks import Ranks
 from infinity_tools.measure import KernelCounts
 from infinity_tools.progress import StepView, View
@@ -43,6 +44,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._stack = ExitStack()
         self._log: StepLog | None = None
         self._shown = 0  # last step that was shown
+        self._saved = 0  # last step after which the Trainer saved
         self.paged: PagedOptimizer | None = None
         """Offloaded optimizer. None before the run has begun."""
         self.losses: list[tuple[int, float]] = []
@@ -64,6 +66,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self.kernel = KernelCounts()
         """Bytes per step as counted by the operating system."""
 
+    @property
+    def logged_steps(self) -> int:
+        """Number of steps that `tokens` covers."""
+        return self._shown - self.first_step + 1
+
     def close(self) -> None:
         """Close the log."""
         self._stack.close()
@@ -72,7 +79,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Open the log, and show the run."""
         self.paged = named["optimizer"].optimizer
         self.first_step, self.checkpointed = state.global_step + 1, state.global_step
-        self._shown = state.global_step
+        self._shown = self._saved = state.global_step
         _set_learning_rate(named["lr_scheduler"], named["optimizer"], args.learning_rate)
         if self._ranks.rank == 0:
             self._log = self._stack.enter_context(StepLog(self._out / LOG, self.first_step))
@@ -91,7 +98,15 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
             control.should_evaluate = False
+            args.load_best_model_at_end = False  # stop soon, and keep the weights from which the run resumes
         control.should_log |= self.stopped_by > 0  # with the loss of the last step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the last step, which early stopping may have chosen. The Trainer also calls this when it stops."""
+        if self.stopped_by:
+            control.should_evaluate = False
+        if control.should_training_stop:
+            control.should_save = args.save_strategy != "no" and self._saved != state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Record and show a step or an evaluation.
@@ -117,8 +132,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the checkpoint."""
-        self.checkpointed = state.global_step
-        self.best = (state.best_global_step or 0) if args.load_best_model_at_end else 0
+        self._saved = state.global_step
+        if checkpoints(args):
+            self.checkpointed = state.global_step
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        self.best = int(best.rpartition("-")[2]) if best else 0
         self.kernel.begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -176,8 +194,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
 def _set_learning_rate(scheduler: Any, optimizer: Any, rate: float) -> None:
     """Let a resumed run continue with the learning rate in its arguments. The schedule itself is unchanged."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        return
     for position, group in enumerate(optimizer.param_groups):
-        if group["initial_lr"] != rate and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        if group["initial_lr"] != rate:
             group["initial_lr"] = scheduler.base_lrs[position] = rate
             group["lr"] = rate * scheduler.lr_lambdas[position](scheduler.last_epoch)
             scheduler._last_lr[position] = group["lr"]  # which is logged

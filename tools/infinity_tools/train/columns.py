@@ -16,6 +16,8 @@ _EXTRA = ("tools", "chat_template_kwargs")
 """Columns that TRL passes to the chat template."""
 _QUESTIONS = ("prompt", "instruction", "question", "query", "input")
 _ANSWERS = ("completion", "output", "response", "answer")
+_CONTEXTS = ("input", "context")
+"""Columns of texts that belong to a question, which may be empty."""
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 """Roles of ShareGPT that chat templates name differently."""
 _ALPACA = (
@@ -58,7 +60,8 @@ def in_columns_of_trl(
         )
     kept, convert = chosen
     for name in kept:
-        if (missing := rows.data.column(name).null_count) and name != "input":
+        optional = name == "system" or (name in _CONTEXTS and name != kept[0])
+        if (missing := _missing(rows.data.column(name))) and not optional:
             raise ConfigError(f"{option}: column {name!r} is empty in {missing} of {len(rows)} rows; remove them")
     found = rows.select_columns([*kept, *(name for name in _EXTRA if name in rows.column_names)])
     if convert is not None:
@@ -74,18 +77,32 @@ def in_columns_of_trl(
     return found, kind
 
 
+def _missing(column: Any) -> int:
+    """Return the number of rows of an Arrow column without a value, or with an empty list."""
+    import pyarrow
+    from pyarrow import compute
+
+    if not pyarrow.types.is_list(column.type):
+        return int(column.null_count)
+    lengths: Any = compute.list_value_length(column)  # type: ignore[attr-defined]
+    return int(column.null_count) + lengths.to_pylist().count(0)
+
+
 def _of_examples(rows: Any) -> tuple[list[str], _Convert | None] | None:
     """Return the columns to train on and the function that converts a row, if any, or None if none is recognized."""
     first: _Row = rows[0]
     for name in ("messages", "conversations"):
         if isinstance(first.get(name), list):
-            is_chatml = name == "messages" and "from" not in first[name][0]
-            return [name], None if is_chatml else _chat
+            message = next((row[name][0] for row in rows if row[name]), {})
+            system = ["system"] if isinstance(first.get("system"), str) else []
+            is_chatml = name == "messages" and "from" not in message
+            return [name, *system], None if is_chatml and not system else _chat
     if "prompt" in first and "completion" in first:
         return ["prompt", "completion"], None
     if (question := _first(first, _QUESTIONS)) and (answer := _first(first, _ANSWERS)):
-        context = ["input"] if question == "instruction" and "input" in first else []
-        return [question, *context, answer], _instruction if question == "instruction" else _question
+        context = [name for name in _CONTEXTS if name in first and name != question]
+        instructs = question == "instruction" or context
+        return [question, *context, answer], _instruction if instructs else _question
     texts = [name for name, value in first.items() if isinstance(value, str)]
     if "text" in texts:
         return ["text"], None
@@ -109,20 +126,26 @@ def _first(row: _Row, names: tuple[str, ...]) -> str | None:
 
 
 def _chat(row: _Row, chat: bool) -> dict[str, Any]:
-    messages = next(iter(value for value in row.values() if isinstance(value, list)))
-    return {"messages": list(_messages(messages))}
+    messages = list(_messages(next(iter(value for value in row.values() if isinstance(value, list)))))
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return {"messages": system + messages}
 
 
 def _messages(messages: list[_Row]) -> Iterator[dict[str, Any]]:
     """Return messages with role and content. ShareGPT has `from` and `value`."""
     for message in messages:
+        if "role" in message and "content" in message:
+            yield {**message, "role": _ROLES.get(str(message["role"]), message["role"])}
+            continue
         role = message.get("role") or message.get("from")
         content = message["content"] if message.get("content") is not None else message.get("value")
         yield {"role": _ROLES.get(str(role), role), "content": content}
 
 
 def _instruction(row: _Row, chat: bool) -> dict[str, Any]:
-    instruction, context = row["instruction"], row.get("input") or ""
+    asked = _first(row, _QUESTIONS) or ""
+    instruction = row[asked]
+    context = "\n\n".join(row[name] for name in _CONTEXTS if name != asked and row.get(name))
     answer = row[_first(row, _ANSWERS) or ""]
     if chat:
         return _exchange(f"{instruction}\n\n{context}" if context else instruction, answer)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError, InfinityError
 from infinity.models.building import one_line
 from infinity.optional_dependencies import needs
@@ -342,11 +343,11 @@ def _checked(dataset: Any) -> str:
     if files:
         record = files[0].with_name(f"{files[0].name}.{dataset._fingerprint}.xxh3")
         if not record.exists():
-            record.write_text(found)
+            write_durably(record, found.encode(), mode=0o666)
         elif record.read_text() != found:
             raise ConfigError(
-                f"the prepared tokens in {files[0]} were changed on disk (checksum {found[:8]}, expected "
-                f"{record.read_text()[:8]}); remove this file to prepare them again"
+                f"the prepared tokens in {files[0]} were changed on disk (checksum {found[:8]}, not "
+                f"{record.read_text()[:8]}, which is in {record.name}); remove both files to prepare them again"
             )
     return found
 
@@ -384,6 +385,12 @@ def check_packing(trainer: Any, model_name: str) -> None:
         raise ConfigError(f"packing is not supported for --model {model_name}: {reason}; remove --packing")
     if "flash" not in str(trainer.model.config._attn_implementation):
         trainer.data_collator = FixedLength(args.max_length, trainer.data_collator.pad_token_id)
+        trainer.model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+
+
+def _without_mask(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Remove the attention mask of a packed batch: transformers separates examples by position only without one."""
+    return args, {name: value for name, value in named.items() if name != "attention_mask"}
 
 
 @dataclass(frozen=True)
@@ -394,15 +401,17 @@ class FixedLength:
     pad_token_id: int
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `labels` and `position_ids`."""
+        """Return `input_ids`, `labels`, `position_ids`, and `attention_mask`, by which TRL counts tokens."""
         batch = {
             "input_ids": torch.full((len(rows), self.length), self.pad_token_id),
             "labels": torch.full((len(rows), self.length), -100),
             "position_ids": torch.zeros((len(rows), self.length), dtype=torch.int64),
+            "attention_mask": torch.zeros((len(rows), self.length), dtype=torch.int64),
         }
         for number, row in enumerate(rows):
             used = len(row["input_ids"])
-            lengths = [*row["seq_lengths"], self.length - used]
+            lengths = [*row.get("seq_lengths", [used]), self.length - used]  # with eval_packing=False, no lengths
+            batch["attention_mask"][number, :used] = 1
             batch["input_ids"][number, :used] = torch.as_tensor(row["input_ids"])
             batch["labels"][number, :used] = torch.as_tensor(row["labels"])
             batch["position_ids"][number] = torch.cat([torch.arange(length) for length in lengths])

@@ -32,6 +32,8 @@ OWN: Final = (
     "model", "method", "tokenizer", "data", "split", "eval_data", "eval_split", "columns", "early_stopping_patience",
 )  # fmt: skip
 """Keys that are neither arguments of TRL nor settings of infinity or peft."""
+SECRET: Final = ("hub_token",)
+"""Keys whose values are never stored or shown."""
 _LISTS = {"data", "eval_data"}
 _SECTIONS = ("offload", "peft")
 _LIMIT = 1 << 20
@@ -165,9 +167,29 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
 
 def conflicts(given: Recipe, stored: Recipe) -> tuple[Recipe, Recipe]:
     """Return the given values that differ from the stored ones: those that a resumed run cannot change, and others."""
-    different = {key: value for key, value in given.items() if key != "output_dir" and value != stored.get(key)}
+    before = {**_defaults(given.keys() - stored.keys(), str(stored.get("method", "sft"))), **stored}
+    different = {key: value for key, value in given.items() if key != "output_dir" and value != before.get(key)}
     fixed = {key for key in different if key in _FIXED or f"{key.partition('.')[0]}.*" in _FIXED}
     return {key: different[key] for key in fixed}, {key: different[key] for key in different.keys() - fixed}
+
+
+def _defaults(keys: Iterable[str], method: str) -> Recipe:
+    """Return TRL's defaults of those keys that are fields of its configuration."""
+    names = {key for key in keys if key not in OWN and "." not in key}
+    return {field.name: field.default for field in fields(config_class(method)) if field.name in names} if names else {}
+
+
+def replacing(given: Recipe, stored: Recipe) -> Recipe:
+    """Return given values, and values that unset the stored ones that contradict them."""
+    found = dict(given)
+    if "num_train_epochs" in given and "max_steps" in stored:
+        found.setdefault("max_steps", -1)
+    if "lr_scheduler_type" in given and given["lr_scheduler_type"] not in (
+        stored.get("lr_scheduler_type"),
+        [stored.get("lr_scheduler_type")],  # from the command line
+    ):
+        found.setdefault("lr_scheduler_kwargs", None)
+    return found
 
 
 def shown(values: Recipe, stored: Recipe) -> str:
@@ -334,6 +356,8 @@ def _arguments(given: Mapping[str, Any], method: str) -> Recipe:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     for key, value in vars(parser.parse_args(words)).items():
         found[key] = _mapping(key, value) if isinstance(value, str) and value.startswith("{") else value
+    if found.get("chat_template_path"):
+        found["chat_template_path"] = _absolute(found["chat_template_path"])
     return found
 
 

@@ -22,38 +22,50 @@ from infinity_tools.train.recipe import Recipe
 _log = logging.getLogger("infinity")
 _DATA = "data.json"
 """File in the output folder with the checksum of the prepared training data."""
-_LIMIT = 1 << 24
 _DEFAULTS: Recipe = {"model": "llama-100m", "method": "sft"}
 
 
-def merged(given: Recipe, resume: str) -> tuple[Recipe, Recipe]:
+def stored_recipe(out: str | None, resume: str) -> Recipe:
+    """Return the recipe of the run to resume, or {} for a new run.
+
+    Args:
+        out: Output folder, or None if none was given.
+        resume: Value of `--resume`.
+
+    Raises:
+        ConfigError: if there is no run to resume.
+    """
+    if not resume:
+        return {}
+    named = resume not in ("latest", "auto")
+    if not named and out is None:
+        raise ConfigError("--resume requires the folder of the run: pass --out, or the OUT/recipe.yaml of the run")
+    folder = Path(resume).parent if out is None else Path(out)
+    file = folder / recipes.FILE
+    if not file.is_file():
+        if resume == "auto":
+            return {}
+        raise ConfigError(f"nothing to resume: {str(file)!r} does not exist; omit --resume, or pass --resume auto")
+    return recipes.read(file) | {"output_dir": str(folder.absolute())}
+
+
+def merged(given: Recipe, stored: Recipe) -> tuple[Recipe, Recipe]:
     """Return the recipe of a run and, if it is resumed, the previous values of the keys that change.
 
     Args:
         given: Checked values of the recipe and the command line.
-        resume: Value of `--resume`.
+        stored: Recipe of the run to resume, or {}.
 
     Raises:
-        ConfigError: if a given value conflicts with the run to resume, or there is none.
+        ConfigError: if a given value conflicts with the run to resume.
     """
-    if not resume:
+    if not stored:
         return {**_DEFAULTS, **given}, {}
-    named = resume not in ("latest", "auto")
-    out = Path(resume).parent if named and "output_dir" not in given else Path(given.get("output_dir", ""))
-    if not named and "output_dir" not in given:
-        raise ConfigError("--resume requires the folder of the run: pass --out, or the OUT/recipe.yaml of the run")
-    file = out / recipes.FILE
-    if not file.is_file():
-        if resume == "auto":
-            return {**_DEFAULTS, **given}, {}
-        raise ConfigError(f"nothing to resume: {str(file)!r} does not exist; omit --resume, or pass --resume auto")
-    stored = recipes.read(file)
-    stored |= {"output_dir": str(out.absolute())}
-    fixed, changed = recipes.conflicts(given, stored)
+    fixed, changed = recipes.conflicts(recipes.replacing(given, stored), stored)
     if fixed:
         raise ConfigError(
-            f"the run in {str(out)!r} cannot continue with {recipes.shown(fixed, stored)}; omit what differs, or start "
-            "a new run with another --out"
+            f"the run in {stored['output_dir']!r} cannot continue with {recipes.shown(fixed, stored)}; omit what "
+            "differs, or start a new run with another --out"
         )
     return {**stored, **changed}, {key: stored.get(key) for key in changed}
 
@@ -137,10 +149,13 @@ def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, st
     folders = shlex.join(str(root.parent) for root in run.roots)
     train = ["infinity", "train"]
     more = []
-    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torchrun
-        more = ["--nproc", str(ranks.world_size)]
+    nodes = ranks.world_size // ranks.local_world_size
+    start = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"] if nodes > 1 else []
+    if nodes > 1 or (ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ):  # set by torchrun
+        start += ["--nproc-per-node", str(ranks.local_world_size)]
+        train = ["torchrun", *start, "-m", "infinity_tools", "train"]
     elif ranks.world_size > 1:
-        train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
+        more = ["--nproc", str(ranks.world_size)]
     if not stopped and recipe.get("max_steps", -1) > 0:
         more += ["--max_steps", str(2 * recipe["max_steps"])]
     elif not stopped:

@@ -95,14 +95,23 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     Raises:
         InfinityError: if a value is invalid or training failed. The message gives the reason.
     """
-    given = recipes.checked(given, str(given.get("method", "sft")))
-    recipe, before = resume.merged(given, options.resume)
+    out = given.get("output_dir")
+    stored = resume.stored_recipe(out[-1] if isinstance(out, list) and out else out, options.resume)
+    given = recipes.checked(given, str(given.get("method", stored.get("method", "sft"))))
+    if options.config is not None:
+        given = recipes.with_settings({}, with_absolute_paths(load_config(options.config))) | given
+    recipe, before = resume.merged(given, stored)
+    _check_given(recipe)
     settings = load_config(options.config).with_values(**recipes.settings_of(recipe))
     recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
+    if options.resume and settings.run.resume_paths:
+        for values in (recipe, before):  # this resume moves the run to storage.paths
+            values.pop("offload.run.resume_paths", None)
     if options.trace:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
-        check_config(settings)
+        starts = {"run.resume": "auto" if options.resume == "auto" else "latest"} if options.resume else {}
+        check_config(settings.with_values(**starts))
     if options.metrics_port is not None:
         from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
     mesh, ranks = infinity.mesh(), Ranks.current()
@@ -122,7 +131,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         start = resume.find_start(out, options.resume, settings, ranks)
         if start is not None and before and ranks.rank == 0:
-            changed = recipes.shown({key: recipe[key] for key in before}, before)
+            changed = recipes.shown({key: recipe[key] for key in before if key not in recipes.SECRET}, before)
             _log.warning("these values replace the recipe of the run: %s", changed)
         view.doing("loading the model's configuration")
         source = _find_source(recipe, ranks)
@@ -147,6 +156,17 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         _show(summary, written, options)
     _leave(ranks)
     return status
+
+
+def _check_given(recipe: Recipe) -> None:
+    """Check what the Trainer would only report during training, or not at all. Raises `ConfigError`."""
+    evaluates = bool(recipe.get("eval_data") or recipe.get("eval_split")) and recipe.get("eval_strategy") != "no"
+    if recipe.get("early_stopping_patience") and not evaluates:
+        raise ConfigError("--early_stopping_patience requires evaluations; pass --eval_data, and no --eval_strategy no")
+    if recipe.get("push_to_hub"):
+        raise ConfigError(
+            "--push_to_hub is not supported; run `infinity export`, and upload its folder with `hf upload`"
+        )
 
 
 def _arguments(recipe: Recipe, defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
@@ -212,12 +232,18 @@ class Run:
         self._said = data.said
         defaults = {**_DEFAULTS, **(_FINE_TUNING if pretrained else _FROM_SCRATCH), **data.defaults}
         if data.evaluation is not None:
-            defaults["eval_strategy"] = "steps" if "eval_steps" in recipe else "epoch"
+            defaults["eval_strategy"] = recipe.get("eval_strategy", "steps" if "eval_steps" in recipe else "epoch")
         if "num_train_epochs" in recipe:
             defaults.pop("max_steps", None)
+        if recipe.get("lr_scheduler_type", defaults.get("lr_scheduler_type")) != defaults.get("lr_scheduler_type"):
+            defaults.pop("lr_scheduler_kwargs", None)
         if recipe.get("early_stopping_patience"):
-            defaults |= {"load_best_model_at_end": True, "save_strategy": defaults.get("eval_strategy", "no")}
+            defaults["load_best_model_at_end"] = True
         if recipe.get("load_best_model_at_end", defaults.get("load_best_model_at_end")):
+            if data.evaluation is not None:
+                defaults["save_strategy"] = defaults["eval_strategy"]
+            if "eval_steps" in recipe:
+                defaults["save_steps"] = recipe["eval_steps"]
             defaults["save_total_limit"] = 2  # with 1, the Trainer keeps only the best checkpoint at the end
         defaults["run_name"] = self._settings.run.name
         fixed: dict[str, Any] = {"output_dir": str(self._out)}
@@ -225,6 +251,10 @@ class Run:
             fixed["chat_template_path"] = None  # see `load_tokenizer`
         args = _arguments(recipe, defaults, fixed)
         kept = {**defaults, "bf16": self._dtype == "bf16"}
+        if args.max_steps <= 0:
+            kept["num_train_epochs"] = args.num_train_epochs
+        for key in recipes.SECRET:
+            recipe.pop(key, None)
         recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
         if options.metrics_port is not None and self._ranks.local_rank == 0:
             from infinity.telemetry.exporter import serve
@@ -257,6 +287,8 @@ class Run:
         except (ValueError, TypeError, RuntimeError, ImportError) as error:
             raise ConfigError(one_line(error)) from error
         datasets.check_packing(trainer, source.name)
+        if trainer.eval_dataset is not None:
+            datasets.check_prepared(trainer.eval_dataset)
         self._data = resume.check_data(
             self._out, datasets.check_prepared(trainer.train_dataset), args, start, self._ranks
         )
@@ -384,7 +416,6 @@ class Run:
         callback, ranks, args = self.callback, self._ranks, trainer.args
         paged = trainer.optimizer.optimizer
         reports = ranks.collect(report(paged, callback.kernel.steps, ranks))
-        steps = max(1, callback.steps)
         facts = RunFacts(
             run_id=paged.run.folder.run_id,
             model=self._source.name,
@@ -393,7 +424,7 @@ class Run:
             world_size=ranks.world_size,
             first_step=callback.first_step,
             last_step=callback.first_step + callback.steps - 1,
-            tokens_per_step=callback.tokens / steps,
+            tokens_per_step=callback.tokens / max(1, callback.logged_steps),
             micro_batches=args.gradient_accumulation_steps,
             losses=tuple(callback.losses),
             io_engine=paged.run.stats.header.info["io_engine"],

@@ -174,7 +174,7 @@ def train(
             "offload.storage.paths": [str(path) for path in nvme] if nvme else None,
             "offload.memory.host_bytes": host_memory,
         }
-        given |= typed | {name: value for name, value in own.items() if value is not None}
+        given |= recipes.replacing(typed, given) | {name: value for name, value in own.items() if value is not None}
         status = run_training(
             given,
             RunOptions(

@@ -136,12 +136,16 @@ def tune(
 
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
-    from infinity_tools.batch import batch_words
+    from infinity_tools.batch import batch_words, why_not_sliced
     from infinity_tools.tune.tuning import FILES, SETTINGS
 
+    wrote = f"wrote {', '.join(str(out / name) for name in FILES)}"
+    if why := why_not_sliced(workload.loss_tokens):
+        return ["", wrote, f"`infinity train` cannot run this workload: {why}"]
     words = ["infinity", "train", "--config", str(out / SETTINGS), "--model", workload.model]
     words += batch_words(workload, 1, checkpointing=workload.activation_checkpointing)
     words += ["--max_grad_norm", f"{workload.max_grad_norm or 0:g}"]
     if workload.dtype != "auto":
         words += ["--bf16", str(workload.dtype == "bf16").lower()]
-    return ["", f"wrote {', '.join(str(out / name) for name in FILES)}", shlex.join(words)]
+    threads = f"OMP_NUM_THREADS={workload.threads} " if workload.threads else ""
+    return ["", wrote, threads + shlex.join(words)]
