@@ -164,7 +164,7 @@ class Checkpoints:
         return folder
 
     def remove_others(self, folders: Sequence[Path]) -> None:
-        """Remove those of the given folders that belong to this run, but whose checkpoints no longer exist.
+        """Remove the given folders that belong to this run, but whose checkpoints no longer exist.
 
         The same applies to previous versions, which remain if rewriting a folder was interrupted. All ranks must call
         this method together.

@@ -1,4 +1,4 @@
-"""Tests of TRL's `DPOTrainer` with its state on NVMe, and of that of `infinity train`, on one and two ranks."""
+"""Tests of TRL's `DPOTrainer` and the trainer of `infinity train`, on one and two ranks."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def questions(file: Path, count: int = 16) -> None:
 
 
 def test_pretrained_model_equals_sft_trainer_in_memory(tmp_path: Path) -> None:
-    """The defaults are those of fine-tuning: one epoch at 2e-5, with loss on completions only."""
+    """The defaults suit fine-tuning: one epoch at 2e-5, with loss on completions only."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer

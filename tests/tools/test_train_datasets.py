@@ -224,7 +224,7 @@ def test_default_data_is_the_standard_library() -> None:
 
 
 def test_defaults_suit_the_examples(tmp_path: Path, tokenizers: dict[bool, Any]) -> None:
-    """Chats are packed, and the loss is that of answers if the chat template marks them."""
+    """Chats are packed, and only answers are trained if the chat template marks them."""
     Dataset.from_list(list(chats(5))).to_parquet(tmp_path / "c.parquet")
     found = loaded(tokenizers[True], tmp_path / "c.parquet")
     assert found.defaults == {"packing": True, "assistant_only_loss": True}

@@ -150,7 +150,7 @@ def test_resume_command_starts_all_nodes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_run_of_epochs_with_few_logs_has_results(tmp_path: Path) -> None:
-    """Tokens are those of the logged steps."""
+    """Only tokens of logged steps are counted."""
     (tmp_path / "text").write_bytes(bytes(range(256)))
     options = ["--max_steps", "-1", "--logging_steps", "4", "--hub_token", "secret", "--data", "text", "--out", "o"]
     ended = run_here(*SMALL, *options, "--lr_scheduler_type", "constant", "--json")

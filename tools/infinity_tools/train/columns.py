@@ -84,8 +84,8 @@ def _missing(column: Any) -> int:
 
     if not pyarrow.types.is_list(column.type):
         return int(column.null_count)
-    lengths: Any = compute.list_value_length(column)  # type: ignore[attr-defined]
-    return int(column.null_count) + lengths.to_pylist().count(0)
+    lengths: list[int | None] = compute.list_value_length(column).to_pylist()  # type: ignore[attr-defined]
+    return int(column.null_count) + lengths.count(0)
 
 
 def _of_examples(rows: Any) -> tuple[list[str], _Convert | None] | None:
@@ -93,7 +93,7 @@ def _of_examples(rows: Any) -> tuple[list[str], _Convert | None] | None:
     first: _Row = rows[0]
     for name in ("messages", "conversations"):
         if isinstance(first.get(name), list):
-            message = next((row[name][0] for row in rows if row[name]), {})
+            message: _Row = next((row[name][0] for row in rows if row[name]), {})
             system = ["system"] if isinstance(first.get("system"), str) else []
             is_chatml = name == "messages" and "from" not in message
             return [name, *system], None if is_chatml and not system else _chat

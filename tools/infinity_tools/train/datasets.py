@@ -252,7 +252,7 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix of a file name without that of a compression."""
+    """Return the suffix of a file name, ignoring a suffix of a compression."""
     return Path(file.stem if file.suffix in (".gz", ".zst", ".bz2", ".xz") else file.name).suffix
 
 

@@ -95,7 +95,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     Raises:
         InfinityError: if a value is invalid or training failed. The message gives the reason.
     """
-    out = given.get("output_dir")
+    out: Any = given.get("output_dir")
     stored = resume.stored_recipe(out[-1] if isinstance(out, list) and out else out, options.resume)
     given = recipes.checked(given, str(given.get("method", stored.get("method", "sft"))))
     if options.config is not None:
