@@ -45,11 +45,11 @@ def cores(world: World) -> Verdict:
 
 @check("bf16")
 def bf16(world: World) -> Verdict:
-    """Native bf16 multiplication on the CPU. If there is neither this nor a GPU, `infinity train --dtype auto` uses
-    fp32, because emulated bf16 is several times slower, or about a hundred times slower without AVX-512."""
+    """Native bf16 multiplication on the CPU. If there is neither this nor a GPU, `infinity train` uses fp32, because
+    emulated bf16 is several times slower, or about a hundred times slower without AVX-512."""
     if multiplies_bf16(world.root):
         return ok("native bf16 multiplication")
-    fix = "without a GPU, train in fp32 (`--dtype auto` selects it)"
+    fix = "without a GPU, train in fp32 (`infinity train` selects it)"
     if world.read("proc/cpuinfo") is None:
         return note("not reported by Linux", fix)
     if crawls_in_bf16(world.root):
