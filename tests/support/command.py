@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -62,9 +63,25 @@ def environment(runtime: Path) -> dict[str, str]:
     }
 
 
+@contextmanager
+def loggers_restored() -> Iterator[None]:
+    """Undo changes of loggers, which would hide log messages from later tests."""
+    loggers = [
+        logging.getLogger(name) for name in ("infinity", "transformers", "trl", "datasets", "accelerate", "peft")
+    ]
+    before = [(log.handlers[:], log.level, log.propagate) for log in loggers]
+    try:
+        yield
+    finally:
+        for log, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            log.handlers[:], log.propagate = handlers, propagate
+            log.setLevel(level)
+
+
 def run_here(*arguments: object, picture: bool = False) -> Finished:
     """Run `infinity` in this process. Without `picture`, training does not draw summary.png, which takes 0.5 s."""
     with ExitStack() as stack:
+        stack.enter_context(loggers_restored())
         if arguments[:1] == ("train",) and not picture:
             stack.enter_context(patch("infinity_tools.train.run.write_picture", autospec=True))
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

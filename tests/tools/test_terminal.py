@@ -20,7 +20,7 @@ from infinity.config import Config
 from infinity_daemon.main import app as daemon
 from infinity_tools.cli import COMMANDS, app
 from infinity_tools.progress import StepView, open_view
-from infinity_tools.shared_options import SETTINGS
+from infinity_tools.shared_options import HELP, SETTINGS
 from support.command import SMALL, run_here
 
 VIEW = StepView(
@@ -104,7 +104,7 @@ def test_options_for_settings_are_the_same_in_every_command(subtests: pytest.Sub
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for setting, flag in SETTINGS.items():
         section, key = setting.split(".")
-        document = getattr(Config(), section).__dataclass_fields__[key].metadata["doc"]
+        document = HELP.get(setting, getattr(Config(), section).__dataclass_fields__[key].metadata["doc"])
         options = [one for name in ("train", "plan", "tune") for one in known[name].params if flag in one.opts]
         with subtests.test(setting):
             assert options

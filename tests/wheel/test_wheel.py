@@ -88,7 +88,7 @@ def full_environment(bare: Environment, metadata: Message) -> Environment:
     """The same environment, with the packages of the extra `all` added."""
     extras = metadata.get_all("Provides-Extra", ())
     assert set(extras) == {*EXTRAS, "all", "dev", "wide"}
-    bare.link(metadata.get_all("Requires-Dist", ()), ("cli", "daemon", "data", "hf", "peft", "tensorboard"))
+    bare.link(metadata.get_all("Requires-Dist", ()), ("cli", "daemon", "hf", "peft", "tensorboard", "train"))
     return bare
 
 

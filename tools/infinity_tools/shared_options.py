@@ -40,7 +40,7 @@ _OTHERS: Final[dict[str, dict[str, Any]]] = {
     "config": {"help": "TOML file with settings (docs/reference/settings.md); command-line options override it."},
 }
 """Options that are not settings, by parameter name."""
-_HELP: Final = {
+HELP: Final = {
     "telemetry.runtime_dir": "Runtime folder of infinityd, which may have measured the bandwidth of the drives. "
     "[default: from --config, or the first usable default folder (docs/reference/settings.md)]"
 }
@@ -65,7 +65,7 @@ def setting_option(name: str, panel: str) -> Any:
         more["max"] = None if metadata["maximum"] == LARGEST else metadata["maximum"]
     example = "such as 64MiB; " if metadata["size"] else ""
     shown = f"{metadata['doc']} [{example}default: from --config, or {default}]"
-    help_text = _HELP.get(name, shown)
+    help_text = HELP.get(name, shown)
     return typer.Option(SETTINGS[name], callback=setting(name), help=help_text, rich_help_panel=panel, **more)
 
 

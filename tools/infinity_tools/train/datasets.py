@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,16 @@ def _bytes_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return kind(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+
+
+def cache_in(folder: Path) -> None:
+    """Let `datasets` store prepared tokens in a folder if its own cache cannot be written, for example without HOME."""
+    from datasets import config
+
+    with suppress(OSError):
+        Path(config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
+    if not os.access(config.HF_DATASETS_CACHE, os.W_OK, effective_ids=True):
+        config.HF_DATASETS_CACHE = folder / "datasets"
 
 
 def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource) -> Data:

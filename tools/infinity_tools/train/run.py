@@ -228,6 +228,7 @@ class Run:
             eval_split=recipe.get("eval_split") or "",
             columns=recipe.get("columns") or {},
         )
+        datasets.cache_in(self._out)
         data = datasets.load(chosen, recipe["method"], tokenizer, source)
         self._said = data.said
         defaults = {**_DEFAULTS, **(_FINE_TUNING if pretrained else _FROM_SCRATCH), **data.defaults}
