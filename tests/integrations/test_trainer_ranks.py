@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 import infinity
-from infinity import torchrun
 from support.ranks import RankPool
 from support.tables import WIDE, all_but
 from support.trainers import (
@@ -22,6 +17,7 @@ from support.trainers import (
     LENGTH,
     STEPS,
     Outcome,
+    as_torchrun,
     build,
     by_hand,
     dataset,
@@ -37,21 +33,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "layer-major": ({"gradient_accumulation_steps": 2}, {"accumulation": 2, "joined": True}, "fp32"),
     "loop": ({"gradient_accumulation_steps": 2, "attached": {"layer_major": False}}, {"accumulation": 2}, "fp32"),
 }
-
-
-@contextmanager
-def as_torchrun() -> Iterator[None]:
-    """Set the environment variables of torchrun, which are all that Accelerate reads."""
-    before = dict(os.environ)
-    # The port is not used, because the process group exists already.
-    os.environ |= torchrun.variables(dist.get_rank(), dist.get_world_size(), 1)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
 
 
 def hand_written(policy: str, options: dict[str, Any]) -> Outcome:

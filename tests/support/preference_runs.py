@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from support.trainer_ranks import as_torchrun
-from support.trainers import VOCABULARY, Outcome, build, outcome_of, settings, with_adapters
+from support.trainers import VOCABULARY, Outcome, as_torchrun, build, outcome_of, settings, with_adapters
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
 _FIRST = {"prompt": 10, "chosen": 40, "rejected": 70}
@@ -59,28 +59,30 @@ def trained(folder: Path, kind: str, given: dict[str, Any], adapters: bool = Fal
     from infinity.integrations.transformers import attach
     from infinity_tools.train.preferences import PreferenceTrainer
 
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        as_torchrun()
-    model = with_adapters() if adapters else build()
-    named = arguments(folder / "out", **given)
-    if kind == "command":
-        trainer: Any = PreferenceTrainer(model, **named)
-    else:
-        trainer = DPOTrainer(model, ref_model=build("plain"), **named)
-    if kind == "memory":
-        trainer.is_distributed_loading_by_transformers = True  # the model is sharded; without this, DDP would wrap it
-    else:
-        attach(trainer, settings(folder / "nvme"))
-    if kind == "command":
-        trainer.compute_references(folder / "out", resumed=False)
-    trainer.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # FSDP2 keeps the root gathered after an evaluation
-    outcome = outcome_of(trainer)
-    if kind != "memory":
-        trainer.optimizer.optimizer.close()  # `trainer.end()` would end the process group of the tests
-    return outcome
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    with as_torchrun() if several else nullcontext():
+        model = with_adapters() if adapters else build()
+        named = arguments(folder / "out", **given)
+        if kind == "command":
+            trainer: Any = PreferenceTrainer(model, **named)
+        else:
+            trainer = DPOTrainer(model, ref_model=build("plain"), **named)
+        if kind == "memory":
+            trainer.is_distributed_loading_by_transformers = (
+                True  # the model is sharded; without this, DDP would wrap it
+            )
+        else:
+            attach(trainer, settings(folder / "nvme"))
+        if kind == "command":
+            trainer.compute_references(folder / "out", resumed=False)
+        trainer.train()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the root gathered after an evaluation
+        outcome = outcome_of(trainer)
+        if kind != "memory":
+            trainer.optimizer.optimizer.close()  # `trainer.end()` would end the process group of the tests
+        return outcome
 
 
 def stopping(step: int) -> Any:

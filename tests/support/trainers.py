@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import infinity
+from infinity import torchrun
 from support import models
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 VOCABULARY, LENGTH = 256, 16
 STEPS = 4
 BATCH = 4
+
+
+@contextmanager
+def as_torchrun() -> Iterator[None]:
+    """Set the environment variables of torchrun, which are all that Accelerate reads."""
+    before = dict(os.environ)
+    # The port is not used, because the process group exists already.
+    os.environ |= torchrun.variables(dist.get_rank(), dist.get_world_size(), 1)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
 
 
 def build(where: str = "cpu", *, policy: str = "fp32", layers: int = 3, dropout: float = 0.0) -> nn.Module:
