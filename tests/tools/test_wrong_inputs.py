@@ -395,7 +395,7 @@ SETTINGS = [
     toml("[storage]\npaths = [1]", "storage.paths = [1]", "list of strings"),
     toml("[storage]\npaths = ['d', 'd']", "twice"),
     toml('[storage]\npaths = ["d\\u0000"]', "zero byte"),
-    toml('[storage]\npaths = ["missing/a\\nb"]', "'missing/a\\nb' cannot be created"),
+    toml('[storage]\npaths = ["missing/a\\nb"]', "missing/a\\nb' cannot be created"),
     toml("[storage]\nqueue_depth = 0", "storage.queue_depth = 0", "minimum of 1"),
     toml("[storage]\nqueue_depth = 100000", "100000", "maximum of 4096"),
     toml("[storage]\nqueue_depth = 1.0", "1.0", "integer"),
