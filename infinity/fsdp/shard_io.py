@@ -294,7 +294,7 @@ class ShardIO:
         """Check the size and dtype of a value, because excess elements would overwrite the next shard.
 
         Raises:
-            UnsupportedError: If they differ from those of the section.
+            UnsupportedError: If they do not match the section.
         """
         spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
         wanted = torch_dtype(segment.format.dtypes[name])

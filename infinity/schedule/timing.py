@@ -520,7 +520,7 @@ def simulate(
     to_device = to_host = 0.0  # ends of all copies to the device and to the host so far
     gradients: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
     applied: dict[int, float] = {}  # by FSDP module: end of its last update
-    behind: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
+    recent: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
     changed: dict[int, float] = {}  # by page: time of the last modification of weights
     # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
     ended: deque[tuple[int, float]] = deque()
@@ -562,9 +562,9 @@ def simulate(
             if link_uses is not None:
                 use = link_uses[place]
                 if use.leaves:  # start copying the gradients
-                    if limit and len(behind) == limit:
-                        training = max(training, applied.get(behind.popleft(), 0.0))
-                    behind.append(fsdp_module)
+                    if limit and len(recent) == limit:
+                        training = max(training, applied.get(recent.popleft(), 0.0))
+                    recent.append(fsdp_module)
                     gradients[fsdp_module] = to_host = max(to_host, training) + use.copying * resources.gradients
             # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished
             # update limits how far the training thread can advance. Without this wait, the simulation would overlap

@@ -642,7 +642,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def expected(call: str, moment: str, memory: Any, found: Any) -> bool:
-    """Return whether the result of a call is that of the life in memory, or the documented error."""
+    """Return whether the result of a call equals the result in memory, or is the documented error."""
     if call in ("save_model", "save_state") and moment == PENDING:
         return "was called between backward and step(); call it after step()" in found
     if call == "load_state" and moment not in MOMENTS[:2]:  # weights are only restored when a run starts

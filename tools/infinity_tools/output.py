@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,17 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; choose a different one")
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
         raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable by this user; choose a different one")
+
+
+@contextmanager
+def without_leftovers(made: Sequence[Path]) -> Iterator[None]:
+    """Remove the folders that were created for a command, the innermost first, if they are empty at its end."""
+    try:
+        yield
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_out(out: Path, texts: Mapping[str, str], pictures: Mapping[str, Figure]) -> None:

@@ -32,6 +32,7 @@ from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_f
 from infinity.units import format_size
 from infinity_tools.batch import check_language_model
 from infinity_tools.measure import report
+from infinity_tools.output import without_leftovers
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import CAUSAL, ModelSource, best_dtype, check_causal, count_parameters, find_model
 from infinity_tools.progress import View, open_view, short
@@ -98,11 +99,12 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     out: Any = given.get("output_dir")
     stored = resume.stored_recipe(out[-1] if isinstance(out, list) and out else out, options.resume)
     given = recipes.checked(given, str(given.get("method", stored.get("method", "sft"))))
+    settings = load_config(options.config)
     if options.config is not None:
-        given = recipes.with_settings({}, with_absolute_paths(load_config(options.config))) | given
+        given = recipes.with_settings({}, with_absolute_paths(settings)) | given
     recipe, before = resume.merged(given, stored)
     _check_given(recipe)
-    settings = load_config(options.config).with_values(**recipes.settings_of(recipe))
+    settings = settings.with_values(**recipes.settings_of(recipe))
     recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
     if options.resume and settings.run.resume_paths:
         for values in (recipe, before):  # this resume moves the run to storage.paths
@@ -124,7 +126,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     written: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
-        stack.enter_context(_without_leftovers(made))
+        stack.enter_context(without_leftovers(made))
         claim: Any = (lambda: Claim(out, LOG, resumes=bool(options.resume))) if ranks.rank == 0 else nullcontext
         stack.enter_context(ranks.together("claiming the output folder", claim))
         stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
@@ -509,17 +511,6 @@ def _with_folders(out: Path, settings: Config) -> Config:
             f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
         ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
-
-
-@contextmanager
-def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
-    """Remove the folders that were created for a run, the innermost first, if they are empty at its end."""
-    try:
-        yield
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def _show_finished(run_id: str, step: int, view: View, options: RunOptions) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
 from infinity.untrusted_files import why_not_written
+from infinity_tools.output import without_leftovers
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
 from infinity_tools.trial_folders import trial_folders
@@ -106,7 +107,8 @@ class Tuning:
         """
         plan, began = self._plan, time.monotonic()
         with ExitStack() as stack:
-            stack.enter_context(_without_leftovers(self._out))
+            made = [folder for folder in (self._out, *self._out.parents) if not os.path.lexists(folder)]
+            stack.enter_context(without_leftovers(made))
             _make(self._out)
             check_file(self._out / JOURNAL, resume=resume)
             stop = stack.enter_context(
@@ -231,15 +233,3 @@ def _make(out: Path) -> None:
     for name in FILES:
         if why := why_not_written(out / name):
             raise ConfigError(f"cannot write {out / name}: {why}; choose another folder with --out")
-
-
-@contextmanager
-def _without_leftovers(out: Path) -> Iterator[None]:
-    """Remove folders that were created for the results, if they are empty at the end."""
-    made: Sequence[Path] = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
-    try:
-        yield
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
