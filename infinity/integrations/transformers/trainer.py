@@ -208,11 +208,8 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         self._begin()
         try:
             return super().evaluation_loop(*args, **named)
-        # FSDP2 keeps the root's weights gathered after a forward, so the next step would differ from the other steps.
         finally:
-            for module in self.model.modules():
-                if torch_private.is_sharded_module(module):
-                    module.reshard()
+            reshard(self.model)
 
     def prediction_step(self, *args: Any, **named: Any) -> Any:
         """Run an evaluation step, also outside of an evaluation."""
@@ -434,3 +431,13 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
         for name, value in reader.buffers():
             self.model.get_buffer(name).copy_(value)
+
+
+def reshard(model: Any) -> None:
+    """Reshard a model after a forward without backward.
+
+    FSDP2 keeps the weights of the root gathered, so the next step would differ from the other steps.
+    """
+    for module in model.modules():
+        if torch_private.is_sharded_module(module):
+            module.reshard()

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trl import DPOTrainer  # type: ignore[attr-defined]
 
-from infinity import torch_private
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
+from infinity.integrations.transformers.trainer import reshard
 from infinity.ranks import Ranks
 from infinity_tools.train.datasets import check_prepared
 
@@ -80,11 +80,8 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
         compute: Any = self.compute_ref_log_probs
         try:
             parts = [self.accelerator.gather_for_metrics(compute(self.model, batch)) for batch in loader]
-        # FSDP2 keeps the root's weights gathered after a forward, so the first step would differ from the other steps.
         finally:
-            for module in self.model.modules():
-                if torch_private.is_sharded_module(module):
-                    module.reshard()
+            reshard(self.model)
         return {
             name: torch.cat(values).cpu().numpy()
             for name, values in zip(_COLUMNS, zip(*parts, strict=True), strict=True)
