@@ -16,6 +16,7 @@ import pytest
 
 from infinity.telemetry import find_stats_files, read_stats_file
 from support.browser import PROGRAM, Tab, browser
+from support.command import SMALL
 from support.counted_rank import CountedRank
 from support.daemon_process import ENVIRONMENT, daemon, talk, until
 
@@ -84,7 +85,7 @@ def figure(name: str, run: int = 0) -> str:
 def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start training the smallest model, with its stats files in `folder`."""
     (folder / "run.toml").write_text(f'[telemetry]\nruntime_dir = "{folder}"\n')
-    command = [sys.executable, "-m", "infinity_tools", "train", "--config", str(folder / "run.toml"), *options]
+    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--config", str(folder / "run.toml"), *options]
     path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parents[2] / "tools")])
     with (folder / "train.log").open("wb") as log:
         return subprocess.Popen(command, env={**ENVIRONMENT, "PYTHONPATH": path}, stdout=log, stderr=log)
@@ -93,8 +94,8 @@ def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 def test_the_page_follows_a_training_run(tab, tmp_path):
     """The page shows the steps, loss and tokens of a real run without a reload, and they match its stats file."""
-    options = ["--model", "tiny", "--steps", "1000000", "--batch-tokens", "64", "--seq", "32", "--host-memory", "8MiB"]
-    run = train(tmp_path, *options, "--checkpoint-every", "20", "--keep", "never", "--out", str(tmp_path / "out"))
+    options = ["--max_steps", "1000000", "--save_steps", "20", "--save_total_limit", "1"]
+    run = train(tmp_path, *options, "--out", str(tmp_path / "out"))
     try:
         with daemon(tmp_path) as process:
             open_page(tab, process.port)
