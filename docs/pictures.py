@@ -40,7 +40,7 @@ DEEPSPEED = {
 COMMANDS = {
     "plan": PLAN,
     "doctor": "doctor nvme",
-    "probe": "probe nvme --size 1GiB --seconds 0.2 --no-fio",
+    "probe": "probe nvme --size 1GiB --seconds 0.2",
     "migrate": "migrate ds_config.json",
     "tune": "tune --model tiny --nvme nvme --host-memory 2MiB --batch-tokens 512 --seq 128 --minutes 1 --out tuned",
     "top": "top --once --interval 2",

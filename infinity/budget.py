@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from infinity.config import ActivationsConfig
@@ -101,42 +100,30 @@ def choose_budget(
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
     """
-    choose = partial(_divide, fsdp_modules, formats, host_bytes, page_bytes, device=device, activations=activations)
-    budget = choose(fits=True)
+
+    def divide(*, fits: bool) -> Budget:
+        """Divide the memory. If `fits`, pages may be larger if all of them fit."""
+        totals = (
+            page_totals(fsdp_modules, formats, page_bytes)
+            if page_bytes
+            else _page_size(fsdp_modules, formats, host_bytes, device=device, fits=fits)
+        )
+        if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
+            raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
+        layout = build_layout(fsdp_modules, formats, totals.page_bytes)
+        beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
+        of_activations = activation_cache_slots(activations, host_bytes, totals.page_bytes) if activations else 0
+        cache_slots = max(0, (host_bytes - beside) // totals.page_bytes - of_activations)
+        least = least_cache_slots(widest_access(layout))
+        if cache_slots < min(least, len(layout.pages)):
+            raise BudgetError(_explain(layout, host_bytes, least, beside, activations))
+        return Budget(layout, min(cache_slots, len(layout.pages)), of_activations)
+
+    budget = divide(fits=True)
     enlarged = not page_bytes and budget.layout.page_bytes > _LARGEST_PAGE
     if enlarged and budget.cache_slots < min(_CACHE_SLOTS_OF_MANY, len(budget.layout.pages)):
-        return choose(fits=False)  # activations or full parameters leave too little memory
+        return divide(fits=False)  # activations or full parameters leave too little memory
     return budget
-
-
-def _divide(
-    fsdp_modules: Sequence[FSDPModuleSpec],
-    formats: dict[str, StateFormat],
-    host_bytes: int,
-    page_bytes: int,
-    *,
-    device: bool,
-    activations: ActivationsConfig | None,
-    fits: bool,
-) -> Budget:
-    """Return the budget as described in `choose_budget`. If `fits`, pages may be larger if all of them fit."""
-    totals = (
-        page_totals(fsdp_modules, formats, page_bytes)
-        if page_bytes
-        else _page_size(fsdp_modules, formats, host_bytes, device=device, fits=fits)
-    )
-    if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
-        raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
-    page_bytes = totals.page_bytes
-    layout = build_layout(fsdp_modules, formats, page_bytes)
-    beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
-    of_activations = activation_cache_slots(activations, host_bytes, page_bytes) if activations else 0
-    beside += of_activations * page_bytes
-    cache_slots = max(0, host_bytes - beside) // page_bytes
-    least = least_cache_slots(widest_access(layout))
-    if cache_slots < min(least, len(layout.pages)):
-        raise BudgetError(_explain(layout, host_bytes, least, beside - of_activations * page_bytes, activations))
-    return Budget(layout, min(cache_slots, len(layout.pages)), of_activations)
 
 
 def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_bytes: int) -> int:

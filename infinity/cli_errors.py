@@ -70,8 +70,8 @@ HELP = {"help_option_names": ["-h", "--help"]}
 """Value of `context_settings` for every command."""
 
 
-class Command(TyperCommand):
-    """Command that prints each error on one line and does not truncate option names in its help."""
+class _Shown:
+    """Part of a command that prints each error on one line and does not truncate option names in its help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help text."""
@@ -79,22 +79,22 @@ class Command(TyperCommand):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command. Exits the process if `standalone_mode` is ``True``."""
-        return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
+        return _main(super().main, args, *rest, standalone=standalone_mode, **extra)  # type: ignore[misc]
 
 
-class Commands(TyperGroup):
+class Command(_Shown, TyperCommand):
+    """Command that prints each error on one line and does not truncate option names in its help."""
+
+
+class Commands(_Shown, TyperGroup):
     """Command group with the same error handling and help layout as `Command`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help text."""
-        _write_help(self, ctx, formatter)
+        super().format_help(ctx, formatter)
         with formatter.section("Commands"):
             for name, command in self.commands.items():
                 _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the selected command. Exits the process if `standalone_mode` is ``True``."""
-        return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -61,12 +61,8 @@ class Settings(Generic[T]):
     def load(self, source: T | Mapping[str, Any] | str | os.PathLike[str] | None) -> T:
         """Return the settings from a TOML file, a nested mapping or a settings tree, or the defaults for None.
 
-        Args:
-            source: path to a TOML file, a mapping from sections to settings, a settings tree, or None.
-
         Raises:
-            ConfigError: if a key is unknown (the message suggests the most similar known key), if a value has the
-                wrong type or is out of range, or if the file is missing or is not valid TOML.
+            ConfigError: if a key is unknown, if a value is invalid, or if the file is missing or is not valid TOML.
         """
         if source is None:
             return self._kind()
@@ -87,12 +83,7 @@ class Settings(Generic[T]):
         return self.merged(self._kind(), data)
 
     def with_values(self, base: T, dotted: Mapping[str, Any]) -> T:
-        """Return a copy of `base` in which the settings in `dotted` (``memory.host_bytes``, for example) are
-        replaced.
-
-        Raises:
-            ConfigError: if a setting is unknown, or if a value has the wrong type or is out of range.
-        """
+        """Return a copy of `base` in which the settings in `dotted` are replaced, like `merged`."""
         tree: dict[str, Any] = {}
         for name, value in dotted.items():
             section, dot, key = name.partition(".")

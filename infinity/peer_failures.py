@@ -126,7 +126,8 @@ class Peers:
         """Stop watching, because this rank ends normally or fails with `error`. Idempotent."""
         if self._thread is None:
             return
-        if error is not None and not _is_orderly(error):
+        orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not orderly:
             self.report(error)
         with self._lock:
             if self._leaving:
@@ -209,10 +210,6 @@ class Peers:
 
 def _died(rank: int, pid: int) -> str:
     return f"rank {rank} (process {pid}) exited unexpectedly (killed, out of memory, or crashed)"
-
-
-def _is_orderly(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _node() -> tuple[str, str]:

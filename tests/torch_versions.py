@@ -32,7 +32,7 @@ TESTS = [
     "tests/fsdp/test_accumulation.py",
     "tests/formats/test_conversions.py",
     "tests/sources/test_pretrained.py",
-    "tests/formats/test_export.py",
+    "tests/formats/test_dcp.py",
 ]
 PRINT_VERSIONS = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 TRAIN = [

@@ -5,100 +5,74 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from infinity.telemetry import BY_NAME
-from infinity.telemetry.exporter import new_family
+from infinity_daemon.collectors import family_of
 from infinity_daemon.log import event
 
 _TIMEOUT_SECONDS: Final = 5.0
 
-
-class NodeCollector(Protocol):
-    """Source of metric families."""
-
-    @property
-    def name(self) -> str:
-        """Value of the ``collector`` label."""
-
-    def collect(self) -> Iterable[Family]:
-        """Yield metric families. If an exception is raised, the families already yielded are still served."""
-
-
-@dataclass(kw_only=True)
-class _Outcome:
-    """Result of running a collector: the families that it yielded, the exception that it raised (or None), and its
-    duration in seconds."""
-
-    families: list[Family] = field(default_factory=list)
-    error: Exception | None = None
-    seconds: float = 0.0
+Collect = Callable[[], Iterable[Family]]
+"""Source of metric families. If it raises an exception, the families that it has already yielded are still served."""
 
 
 class _Isolated:
     """Run a collector in a separate thread, so that it can be abandoned if it is blocked by an unresponsive drive.
 
     `Collection` calls `run` with its lock held, so calls do not overlap. While the thread of an abandoned run is
-    blocked, later runs return an error. Its `_Outcome` is discarded.
+    blocked, later runs fail. What an abandoned run yields is discarded.
     """
 
-    def __init__(self, collector: NodeCollector, timeout: float) -> None:
-        self.name = collector.name
+    def __init__(self, name: str, collect: Collect, timeout: float) -> None:
+        self.name = name
         self.success = True  # whether the last run succeeded; read without a lock by ``/healthz``
-        self._collector, self._timeout = collector, timeout
+        self._collect, self._timeout = collect, timeout
         self._thread: threading.Thread | None = None  # thread of the last run
 
-    def run(self) -> _Outcome:
-        if self._thread is not None and self._thread.is_alive():
-            return self._judged(_Outcome(error=TimeoutError("an earlier run is still blocked"), seconds=self._timeout))
-        outcome = _Outcome()
-        self._thread = threading.Thread(target=self._fill, args=(outcome,), name=f"collector-{self.name}", daemon=True)
+    def run(self) -> tuple[list[Family], float]:
+        """Return the families and the duration in seconds, and set `success`."""
         begin = time.perf_counter()
-        self._thread.start()
-        self._thread.join(self._timeout)
-        seconds = time.perf_counter() - begin
-        if self._thread.is_alive():
-            late = TimeoutError(f"no answer after {self._timeout:g} s")
-            return self._judged(_Outcome(error=late, seconds=seconds))
-        outcome.seconds = seconds
-        return self._judged(outcome)
-
-    def _fill(self, outcome: _Outcome) -> None:
-        try:
-            for family in self._collector.collect():
-                outcome.families.append(family)
-        except Exception as error:  # no exception may affect the other collectors
-            outcome.error = error
-
-    def _judged(self, outcome: _Outcome) -> _Outcome:
-        if outcome.error is not None and self.success:  # logged once, not at every scrape
-            reason = f"{type(outcome.error).__name__}: {outcome.error}"
+        families: list[Family] = []
+        errors: list[Exception] = []
+        blocked = self._thread is not None and self._thread.is_alive()  # in an earlier run
+        if not blocked:
+            run, name = (families, errors), f"collector-{self.name}"
+            thread = self._thread = threading.Thread(target=self._fill, args=run, name=name, daemon=True)
+            thread.start()
+            thread.join(self._timeout)
+            blocked = thread.is_alive()
+        if blocked:
+            families, errors = [], [TimeoutError(f"no answer after {self._timeout:g} s")]
+        if errors and self.success:  # logged once, not at every scrape
+            reason = f"{type(errors[0]).__name__}: {errors[0]}"
             event(logging.WARNING, "collector.failed", collector=self.name, reason=reason)
-        self.success = outcome.error is None
-        return outcome
+        self.success = not errors
+        return families, time.perf_counter() - begin
+
+    def _fill(self, families: list[Family], errors: list[Exception]) -> None:
+        try:
+            for family in self._collect():
+                families.append(family)
+        except Exception as error:  # no exception may affect the other collectors
+            errors.append(error)
 
 
 class Collection(Collector):
     """Combination of all collectors, with additional metrics for the success and duration of each."""
 
-    def __init__(self, collectors: Sequence[NodeCollector], timeout: float = _TIMEOUT_SECONDS) -> None:
+    def __init__(self, collectors: Mapping[str, Collect], timeout: float = _TIMEOUT_SECONDS) -> None:
         """Initialize without collecting.
 
         Args:
-            collectors: Collectors, in output order.
+            collectors: Collectors by the value of the ``collector`` label, in output order.
             timeout: Maximum duration of each collector per scrape, in seconds.
         """
-        self._isolated = [_Isolated(collector, timeout) for collector in collectors]
+        self._isolated = [_Isolated(name, collect, timeout) for name, collect in collectors.items()]
         self._lock = threading.Lock()  # one scrape at a time
-
-    def describe(self) -> Iterable[Family]:
-        """Return no families, because the served metrics are known only when they are read."""
-        return ()
 
     @property
     def health(self) -> dict[str, bool]:
@@ -107,13 +81,9 @@ class Collection(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the families of all collectors, then the metrics about the collectors."""
-        success = new_family(BY_NAME["daemon_collector_success"])
-        duration = new_family(BY_NAME["daemon_collector_duration_seconds"])
         with self._lock:
-            outcomes = [(one.name, one.run()) for one in self._isolated]
-        for name, outcome in outcomes:
-            yield from outcome.families
-            success.add_sample(success.name, {"collector": name}, float(outcome.error is None))
-            duration.add_sample(duration.name, {"collector": name}, outcome.seconds)
-        yield success
-        yield duration
+            found = [(one.name, *one.run(), one.success) for one in self._isolated]
+        for _, families, _, _ in found:
+            yield from families
+        yield family_of("daemon_collector_success", (((name,), float(success)) for name, _, _, success in found))
+        yield family_of("daemon_collector_duration_seconds", (((name,), seconds) for name, _, seconds, _ in found))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from statistics import median
 from typing import Any, Final
 
 from infinity.io.block_devices import Drive
-from infinity.schema import Mismatch, one_of, optional, record, sequence, table, text
+from infinity.schema import Mismatch, number, one_of, optional, record, sequence, table, text
 from infinity.untrusted_files import read_own, write_own
 from infinity_daemon.log import event
 
@@ -70,13 +69,6 @@ class Profile(Rates):
     measured: float
 
 
-def rate(value: Any) -> float:
-    """Return `value` as a float. Raises `Mismatch` unless it is a finite number greater than 0."""
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise Mismatch(value, "must be a finite number greater than 0")
-    return float(value)
-
-
 def rates(value: Any) -> Rates:
     """Return `value`, a JSON object, as `Rates`. Raises `Mismatch` unless it contains at least one load."""
     found: Rates = _RATES(value)
@@ -85,8 +77,9 @@ def rates(value: Any) -> Rates:
     return found
 
 
-_RATES = record(Rates, lacking=LOADS, read=optional(rate), write=optional(rate), mixed=optional(rate))
-_MEASURED = record(Measured, rates=table(text(), rates), source=one_of(*SOURCES), measured=rate)
+_SPEED = optional(number(1))
+_RATES = record(Rates, lacking=LOADS, read=_SPEED, write=_SPEED, mixed=_SPEED)
+_MEASURED = record(Measured, rates=table(text(), rates), source=one_of(*SOURCES), measured=number(1))
 _FILE = record(measurements=sequence(_MEASURED, most=_MOST_KEPT))
 
 

@@ -17,16 +17,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from infinity.errors import InfinityError
 from infinity.io.block_devices import SYSFS, Drive, Place, counters, locate, space
 from infinity.io.probe.bench import measure_paths
-from infinity.io.probe.points import Load, Measurement, ProbeStoppedError, Progress, points_of
+from infinity.io.probe.points import Load, Measurement, ProbeStoppedError, points_of
 from infinity.io.probe.targets import remove_left_over
 from infinity.telemetry.stats_file import process_start
 from infinity.units import MIB, align_down
@@ -66,39 +66,6 @@ class _Watched:
     """Monotonic time of the last check, in seconds."""
     idle_since: float
     """Monotonic time at which the drive became idle, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Foreign:
-    """Detect traffic of other processes on the measured drives. `look` is called after each part of a measurement."""
-
-    places: Mapping[str, Place]
-    """Location of each measured path."""
-    moved: Callable[[Drive], int | None]
-    """Function that returns the bytes read and written by a drive since boot."""
-    before: dict[str, int | None] = field(default_factory=dict)
-    """Value of `moved` for the drive of each path, at the end of the previous part."""
-    found: list[str] = field(default_factory=list)
-    """Names of the drives on which other processes have been active."""
-
-    def look(self, progress: Progress) -> None:
-        """Compare the traffic of each drive with the traffic of the measurement.
-
-        Raises:
-            InfinityError: if most bytes did not reach the drive, so that memory was measured instead.
-        """
-        for path, place in self.places.items():
-            before, now = self.before.get(path), self.moved(place.drive)
-            self.before[path] = now
-            own = progress.latest.get(path)
-            if own is not None and before is not None and now is not None:
-                expected, seen = own.bytes_per_second * own.seconds, now - before
-                if seen < _LEAST_SEEN * expected:
-                    raise InfinityError(
-                        f"{path}: only {seen:.0f} of {expected:.0f} bytes reached the drive; the rest was cached"
-                    )
-                if seen > (1 + _FOREIGN_SHARE) * expected + NOISE * max(own.seconds, LOOK_SECONDS):
-                    self.found.append(place.drive.name)
 
 
 class Measuring:
@@ -215,7 +182,7 @@ class Measuring:
             event(logging.WARNING, "measure.failed", **said, reason=str(error))
         else:
             if foreign:
-                self._touched(foreign)
+                self.used(foreign)
                 event(logging.INFO, "measure.disturbed", **said, by="other processes on " + ",".join(foreign))
             else:
                 del self._tries[drives], self._again[drives]
@@ -230,25 +197,44 @@ class Measuring:
     def _results(
         self, target: Sequence[Place], settings: MeasureConfig
     ) -> tuple[list[str], dict[str, tuple[Measurement, ...]]]:
-        """Measure the drives. Return the drives on which other processes were active, and the results by path."""
-        paths = [place.path for place in target]
+        """Measure the drives. Return the drives on which other processes were active, and the results by path.
+
+        Raises:
+            InfinityError: if most bytes did not reach a drive, so that memory was measured instead.
+        """
         part = align_down(settings.most_bytes // _PARTS, MIB)
-        foreign = _Foreign(places=dict(zip(paths, target, strict=True)), moved=self._moved)
+        moved: dict[str, int | None] = {}  # traffic of each drive since boot, at the end of the previous part
+        foreign: dict[str, None] = {}
+
+        def compare(latest: Mapping[str, Measurement]) -> None:
+            """Compare the traffic of each drive with the traffic of the part of the measurement that has ended."""
+            for place in target:
+                name, own, path = place.drive.name, latest.get(place.path), place.path
+                before, now = moved.get(name), self._moved(place.drive)
+                moved[name] = now
+                if own is not None and before is not None and now is not None:
+                    expected, seen = own.bytes_per_second * own.seconds, now - before
+                    if seen < _LEAST_SEEN * expected:
+                        raise InfinityError(
+                            f"{path}: only {seen:.0f} of {expected:.0f} bytes reached the drive; the rest was cached"
+                        )
+                    if seen > (1 + _FOREIGN_SHARE) * expected + NOISE * max(own.seconds, LOOK_SECONDS):
+                        foreign[name] = None
+
         with ExitStack() as stack:
             for place in target:
                 size, free = part + _RESERVE_BESIDE, space(place.path).free
                 self._reservations.reserve(self.owner, RUN_ID, place, size, free)
                 stack.callback(self._reservations.release, self.owner, RUN_ID, place.path)
             found = measure_paths(
-                paths,
+                [place.path for place in target],
                 _POINTS,
                 file_bytes=part,
                 seconds=settings.load_seconds,
-                most_written=part,
                 stop=self._stop,
-                on_progress=foreign.look,
+                on_progress=compare,
             )
-        return list(dict.fromkeys(foreign.found)), found
+        return list(foreign), found
 
     def _keep(self, target: Sequence[Place], found: Mapping[str, Sequence[Measurement]]) -> None:
         rates = {}
@@ -260,11 +246,6 @@ class Measuring:
             shown = {load: f"{speed / 1e9:.3f}GB/s" for load, speed in asdict(rates[place.drive.identity]).items()}
             event(logging.INFO, "measure.done", device=place.drive.name, together=len(target), **shown)
         self._profiles.record(Measured(rates=rates, source="daemon", measured=time.time()))
-
-    def _touched(self, drives: Iterable[str]) -> None:
-        with self._lock:
-            for name in drives:
-                self._watched[name].idle_since = time.monotonic()
 
     def _moved(self, drive: Drive) -> int | None:
         found = counters(drive, self._sysfs)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from infinity.io.block_devices import SYSFS, Drive, counters, wear_ratio
+from infinity.io.block_devices import SYSFS, Drive, counters
 from infinity_daemon.log import event
 
 DAY: Final = 86_400.0
@@ -141,10 +141,7 @@ class WearWatch:
 
 
 def health_of(drive: Drive, sysfs: Path = SYSFS) -> Health:
-    """Return a drive's health data from sysfs or, if it is not there, from the program `nvme` or `smartctl`."""
-    ratio = wear_ratio(drive, sysfs)
-    if ratio is not None:
-        return Health(ratio=ratio)
+    """Return a drive's health data from the program `nvme` or `smartctl`."""
     if (sysfs / "class/block" / drive.name / "device").exists():  # a physical drive, not a RAID or loop device
         for program in _PROGRAMS if drive.name.startswith("nvme") else ("smartctl",):
             found = _told_to(program, f"/dev/{drive.name}")

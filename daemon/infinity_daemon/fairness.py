@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from infinity.telemetry import BY_NAME, Snapshot
-from infinity.telemetry.stats_cells import label_sets
+from infinity.telemetry import Snapshot
 
 Rank = tuple[str, int]
 """Run id and rank."""
@@ -64,19 +63,13 @@ def usages(snapshots: Iterable[Snapshot], drive_of: Callable[[str], str | None])
         drive_of: Function that returns the name of the drive that stores a path, or None if unknown.
     """
     found: dict[Rank, Usage] = {}
-    stalls, transfers = BY_NAME["stall_seconds_total"], BY_NAME["io_bytes_total"]
     for snapshot in snapshots:
-        devices = snapshot.header.devices
-        drives = dict(zip(devices, map(drive_of, snapshot.header.paths), strict=False))
-        moved: dict[str, float] = defaultdict(float)
-        for values in label_sets(transfers, devices):
-            drive = drives.get(dict(zip(transfers.label_names, values, strict=True))["device"])
-            if drive is not None:
-                moved[drive] += snapshot.value_at(transfers, values)
-        stalled = sum(snapshot.value_at(stalls, values) for values in label_sets(stalls, devices))
-        found[snapshot.header.run_id, snapshot.header.rank] = Usage(
-            moved=dict(moved), stalled=stalled, weight=snapshot.header.weight, uid=snapshot.uid
-        )
+        header, moved = snapshot.header, defaultdict[str, float](float)
+        for device, path in zip(header.devices, header.paths, strict=False):
+            if (drive := drive_of(path)) is not None:
+                moved[drive] += snapshot.value("io_bytes_total", device=device)
+        stalled = snapshot.value("stall_seconds_total")
+        found[header.run_id, header.rank] = Usage(moved=moved, stalled=stalled, weight=header.weight, uid=snapshot.uid)
     return found
 
 

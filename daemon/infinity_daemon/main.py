@@ -14,6 +14,16 @@ from infinity_daemon.log import start_logging
 from infinity_daemon.service import run
 
 
+def _option(name: str) -> Any:
+    """Return the command-line option for a setting. Its value is None if the option is not passed."""
+    section, key = name.split(".")
+    settings = getattr(DaemonConfig(), section)
+    text, default = settings.__dataclass_fields__[key].metadata["doc"], getattr(settings, key)
+    if isinstance(default, tuple):
+        text += " May be repeated."
+    return typer.Option(help=f"{text} [default: {default}]" if default else text)
+
+
 def _daemon(
     config: Annotated[
         Path | None,
@@ -21,53 +31,19 @@ def _daemon(
             help="TOML file with settings (docs/reference/daemon-settings.md). Options override it; SIGHUP reloads it."
         ),
     ] = None,
-    runtime_folder: Annotated[
-        str | None,
-        typer.Option(
-            "--runtime-dir",
-            help="Runtime folder that contains the stats files. [default: same as telemetry.runtime_dir]",
-        ),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="TCP port of the dashboard and /metrics; 0 for any free port. [default: 9470]"
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses. [default: 127.0.0.1]")
-    ] = None,
-    token_file: Annotated[
-        str | None,
-        typer.Option(help="File that contains the token that HTTP clients must send. [default: no token required]"),
-    ] = None,
-    device_path: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Folder on an NVMe drive to monitor; may be repeated. Drives used by live ranks are always monitored."
-        ),
-    ] = None,
-    socket: Annotated[
-        str | None,
-        typer.Option(
-            help="Path of the Unix socket for requests from ranks. [default: infinityd.sock in the runtime folder]"
-        ),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            help="Group whose members may use the daemon, which must run as root; '*' for all users. [default: none]"
-        ),
-    ] = None,
-    keep_dead_seconds: Annotated[
-        int | None,
-        typer.Option(min=0, help="Time for which the metrics of a rank are exported after it has died. [default: 900]"),
-    ] = None,
+    runtime_dir: Annotated[str | None, _option("stats_files.runtime_dir")] = None,
+    port: Annotated[int | None, _option("server.port")] = None,
+    host: Annotated[str | None, _option("server.host")] = None,
+    token_file: Annotated[str | None, _option("server.token_file")] = None,
+    device_path: Annotated[list[str] | None, _option("drives.paths")] = None,
+    socket: Annotated[str | None, _option("server.socket")] = None,
+    group: Annotated[str | None, _option("server.group")] = None,
+    keep_dead_seconds: Annotated[int | None, _option("stats_files.keep_dead_seconds")] = None,
     version: Version = False,
 ) -> None:
     """Serve metrics and a dashboard of this node's ranks and drives, and answer requests from ranks."""
     options: dict[str, Any] = {
-        "stats_files.runtime_dir": runtime_folder,
+        "stats_files.runtime_dir": runtime_dir,
         "stats_files.keep_dead_seconds": keep_dead_seconds,
         "server.port": port,
         "server.host": host,

@@ -7,6 +7,7 @@ clients. Unknown values are omitted rather than reported as 0.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,6 @@ from typing import Final
 
 from infinity.telemetry.run_views import DriveOf, Runs
 from infinity.telemetry.trees import Tree, plain
-from infinity.untrusted_files import user_name
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.stats_files import Found
@@ -43,7 +43,7 @@ class NodeState:
             drives: Monitored drives of the node.
             reservations: Space reservations of the node.
             drive_of: Function that returns the name of the drive that stores a path, or None if unknown.
-            about: Function that returns information about the node and the daemon.
+            about: Function that returns information about the daemon.
         """
         self._drives, self._reservations, self._about = drives, reservations, about
         self._runs = Runs(drive_of)  # only used by `observe`
@@ -67,21 +67,11 @@ class NodeState:
         reserved = self._reservations.by_drive()
         tree = {
             "time": unix,
-            "node": {**self._about(), "broken_stats_files": found.broken},
+            "node": {"host": socket.gethostname(), **self._about(), "broken_stats_files": found.broken},
             "runs": runs,
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,
-            "reservations": [
-                {
-                    "run": entry.run_id,
-                    "user": user_name(entry.owner.uid),
-                    "drive": entry.place.drive.name,
-                    "path": entry.place.path,
-                    "bytes": entry.size,
-                    "pid": entry.owner.pid,
-                }
-                for entry in self._reservations.largest()
-            ],
+            "reservations": self._reservations.largest(),
         }
         with self._news:
             self._tree = tree

@@ -90,11 +90,9 @@ class Requests:
             tree = _parse(line)
             rule, act = self._ops[at("op", one_of(*self._ops), tree.pop("op", None))]
             return {"ok": True, **await act(owner, **rule(tree))}
-        except Mismatch as error:
-            return {"error": str(error)}
         except BudgetError as error:
             return {"error": str(error), "no_room": True}
-        except InfinityError as error:
+        except (Mismatch, InfinityError) as error:
             return {"error": str(error)}
         except OSError as error:
             return {"error": f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error)}
@@ -122,17 +120,7 @@ class Requests:
             ],
             "broken_stats_files": found.broken,
             "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
-            "reservations": [
-                {
-                    "run_id": entry.run_id,
-                    "user": user_name(entry.owner.uid),
-                    "path": entry.place.path,
-                    "device": entry.place.drive.name,
-                    "bytes": entry.size,
-                    "pid": entry.owner.pid,
-                }
-                for entry in self._reservations.largest()
-            ],
+            "reservations": self._reservations.largest(),
             "stale_runs": [
                 {
                     "run_id": run.run_id,
@@ -207,10 +195,8 @@ class Requests:
         return {"device": place.drive.name, "remaining_bytes": remaining}
 
     async def _pace(self, owner: Owner, paths: Sequence[str], run_id: str) -> Answer:
-        rates = self._rates_of(
-            self._stats_files.shown_id(run_id, owner.uid)
-        )  # by drive; usually empty, which avoids looking up the drives of the paths
-        if not rates:
+        rates = self._rates_of(self._stats_files.shown_id(run_id, owner.uid))
+        if not rates:  # the usual case; the drives of the paths need not be looked up
             return {"rates": {}}
         drives = {path: (await asyncio.to_thread(_place, owner, path)).drive.name for path in paths}
         together = Counter(drives.values())  # paths on the same drive share its rate

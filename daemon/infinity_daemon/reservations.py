@@ -112,9 +112,19 @@ class Reservations:
         with self._lock:
             return tuple(self._entries.values())
 
-    def largest(self) -> list[Reservation]:
-        """Return the largest reservations, for a response of limited length."""
-        return sorted(self.entries(), key=lambda entry: -entry.size)[:_MOST_SHOWN]
+    def largest(self) -> list[dict[str, object]]:
+        """Return the largest reservations as plain data, for a response of limited length."""
+        return [
+            {
+                "run_id": entry.run_id,
+                "user": user_name(entry.owner.uid),
+                "path": entry.place.path,
+                "device": entry.place.drive.name,
+                "bytes": entry.size,
+                "pid": entry.owner.pid,
+            }
+            for entry in sorted(self.entries(), key=lambda entry: -entry.size)[:_MOST_SHOWN]
+        ]
 
     def by_drive(self) -> dict[str, int]:
         """Return the reserved bytes by drive name."""

@@ -8,9 +8,8 @@ import logging
 import os
 import resource
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -20,16 +19,12 @@ from prometheus_client import CollectorRegistry
 from infinity import __version__
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.block_devices import Drive, locate
-from infinity.telemetry import Snapshot
 from infinity.telemetry.exporter import serve_registry
 from infinity.untrusted_files import own_folder, read_own
-from infinity_daemon import drive_measurement, stale
+from infinity_daemon import configured_drives, drive_measurement, stale
 from infinity_daemon.background import Background
-from infinity_daemon.collect_build import BuildCollector
-from infinity_daemon.collect_devices import DevicesCollector
-from infinity_daemon.collect_ranks import RanksCollector
-from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
+from infinity_daemon.collectors import DeviceFamilies, build_families, rank_families, stale_families
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.daemon_config import DaemonConfig
 from infinity_daemon.drive_bandwidth import Profiles
@@ -88,24 +83,23 @@ class Daemon:
         self._stale = StaleRuns()
         self._wear = WearWatch({})
         self._fairness = Fairness()
-        self._devices = DevicesCollector(
-            paths=(),
+        self._devices = DeviceFamilies(
             stats_files=self._stats_files,
             reserved=self._reservations.by_drive,
             bandwidth=self._profile.of,
             wear=self._wear,
         )
         self._collection = Collection(
-            [
-                BuildCollector(self._started),
-                self._devices,
-                RanksCollector(self._stats_files),
-                StaleCollector(self._stale),
-            ]
+            {
+                "build": lambda: build_families(self._started),
+                "devices": self._devices.collect,
+                "ranks": lambda: rank_families(self._stats_files),
+                "stale": lambda: stale_families(self._stale),
+            }
         )
         self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
         self._state = NodeState(
-            drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about_node
+            drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about
         )
         requests = Requests(
             stats_files=self._stats_files,
@@ -126,24 +120,14 @@ class Daemon:
         self._apply(config)
 
     def _about(self) -> dict[str, object]:
-        """Return information about the daemon for ``status`` responses and ``/healthz``."""
+        """Return information about the daemon for ``status`` responses, the dashboard and ``/healthz``."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
-
-    def _about_node(self) -> dict[str, object]:
-        """Return information about the node and the daemon for the dashboard."""
-        about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
-        return {**about, "collectors": self._collection.health}
 
     def _worn(self, drive: Drive) -> DriveWear:
         """Return the wear of a drive, after taking a sample in case the daemon is not being scraped."""
         self._wear.look([drive])
         return self._wear.of(drive)
-
-    def _mixed(self, drive: Drive) -> float:
-        """Return the measured bandwidth of a drive for half reads and half writes, or 0 if it is unknown."""
-        profile = self._profile.of(drive)
-        return (profile.mixed or 0.0) if profile is not None else 0.0
 
     def _rates_of(self, run: str) -> Mapping[str, float]:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
@@ -194,11 +178,9 @@ class Daemon:
                 server.port, registry, self._about, server.host, token=self._token, more=routes(self._state)
             ) as http:
                 self._port = http.port
-                self._drives.start()
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
                 await self._work_until(stop)
         finally:
-            self._drives.stop()
             await self._server.stop()
         event(logging.INFO, "stopped")
 
@@ -206,6 +188,7 @@ class Daemon:
         threads = [
             Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
             Background("stale", self._look_for_stale_files, stale.LOOK_SECONDS),
+            Background("drives", self._drives.look, configured_drives.LOOK_SECONDS),
         ]
         try:
             for thread in threads:
@@ -230,8 +213,8 @@ class Daemon:
             live = [snapshot for snapshot in found.snapshots if snapshot.alive]
             now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)
-            drives = await asyncio.to_thread(_drives_of, live)
-            self._fairness.observe(used, now, {drive.name: self._mixed(drive) for drive in drives})
+            mixed = {tree["name"]: tree.get("profile", {}).get("mixed", 0.0) for tree in self._drives.found[1]}
+            self._fairness.observe(used, now, mixed)
             self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
             self._drives.paths = (
                 *self._config.drives.paths,
@@ -247,23 +230,11 @@ class Daemon:
         return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
-def _drive_of(path: str) -> str | None:
-    """Return the name of the drive that stores a path, or None."""
-    drive = _located(path)
-    return None if drive is None else drive.name
-
-
-def _drives_of(snapshots: Iterable[Snapshot]) -> set[Drive]:
-    """Return the drives that ranks use."""
-    paths = {path for snapshot in snapshots for path in snapshot.header.paths}
-    return {drive for drive in map(_located, paths) if drive is not None}
-
-
 @lru_cache(maxsize=4096)
-def _located(path: str) -> Drive | None:
-    """Return the drive that stores a path, or None. Cached: it cannot change while a rank is live."""
+def _drive_of(path: str) -> str | None:
+    """Return the name of the drive that stores a path, or None. Cached: it cannot change while a rank is live."""
     try:
-        return locate(path).drive
+        return locate(path).drive.name
     except (OSError, ValueError):
         return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from infinity.telemetry.http_server import Route, Stream
+from infinity.telemetry.http_server import Route
 from infinity_daemon.node_state import NodeState
 
 _FILES: Final = {
@@ -30,23 +30,23 @@ _HEADERS: Final = (
 )
 
 
-def routes(state: NodeState) -> Mapping[str, Route | Stream]:
+def routes(state: NodeState) -> Mapping[str, Route]:
     """Return the routes of the dashboard files (public) and of the state (`/api/state` and `/api/events`)."""
 
     def now(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         start("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
         return [state.text() + b"\n"]
 
-    def events() -> Iterator[bytes]:
-        for text in state.texts():
-            yield b"data: %b\n\n" % text if text else b":\n\n"
+    def events(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        start("200 OK", [("Content-Type", "text/event-stream"), ("Cache-Control", "no-store")])
+        return (b"data: %b\n\n" % text if text else b":\n\n" for text in state.texts())
 
     site = files("infinity_daemon") / "site"
     pages = {path: _file((site / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
     return {
         **{path: Route(application=page, public=True) for path, page in pages.items()},
         "/api/state": Route(application=now),
-        "/api/events": Stream(parts=events, media_type="text/event-stream"),
+        "/api/events": Route(application=events, stream=True),
     }
 
 

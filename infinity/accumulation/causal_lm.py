@@ -99,18 +99,14 @@ class SlicedCausalLM(SlicedForward):
         hidden, rows, count = outputs.last_hidden_state, len(targets), self.count
         if count and rows % count:
             raise ConfigError(f"the batch size {rows} is not divisible by {count} micro-batches")
-        if self.tokens is None:
-            call = Call.of(loss_of, (hidden, targets, given), {})
-            slicing = Slicing(
-                tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
-            )
-        else:
-            # The other arguments matter only to the body, which has already run, so all slices receive them unchanged.
-            arguments = (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given)
-            call = Call.of(loss_of, arguments, {}, whole=("given",))
-            slicing = Slicing((1, 1, *[None] * (len(call.leaves) - 2)), (0,))
+        dim = 0
+        if self.tokens is not None:
+            hidden, targets, dim = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), 1
             count = -(-targets.numel() // self.tokens)
             count = -(-targets.numel() // -(-targets.numel() // count))  # `chunk` may return fewer parts
+        # The other arguments matter only to the body, which has already run, so all slices receive them unchanged.
+        call = Call.of(loss_of, (hidden, targets, given), {}, whole=("given",))
+        slicing = Slicing((dim, dim, *[None] * (len(call.leaves) - 2)), (0,))
         losses = self.run(loss_of, call, slicing if count > 1 else None, count)
         return CausalLMOutputWithPast(loss=losses.sum())
 

@@ -67,9 +67,6 @@ class Call(NamedTuple):
         """Flatten the arguments of `function`.
 
         Args:
-            function: function to call.
-            args: positional arguments.
-            kwargs: keyword arguments.
             whole: names of arguments that all slices receive unchanged; they may have any type.
 
         Raises:
@@ -77,27 +74,22 @@ class Call(NamedTuple):
         """
         known = list(inspect.signature(function).parameters)
         given = [*known[: len(args)], *(f"argument {index}" for index in range(len(known), len(args))), *kwargs]
-        names: list[str] = []
-        leaves: list[Any] = []
-        rebuilds: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
-        for name, value in zip(given, (*args, *kwargs.values()), strict=True):
-            found, rebuild = flatten(value)
-            for leaf in found:
-                if name not in whole:
-                    _check_leaf(name, leaf)
-            names += [name] * len(found)
-            leaves += found
-            rebuilds.append((len(found), rebuild))
-
+        named = [
+            (name, leaf)
+            for name, value in zip(given, (*args, *kwargs.values()), strict=True)
+            for leaf in flatten(value)[0]
+        ]
+        for name, leaf in named:
+            if name not in whole:
+                _check_leaf(name, leaf)
         # Activation checkpointing keeps this closure, so it must not capture the arguments, which may be paged.
-        positional, keywords = len(args), tuple(kwargs)
+        _, rebuild = flatten((args, kwargs))
 
         def run(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-            left = iter(leaves)
-            values = [rebuild(list(itertools.islice(left, number))) for number, rebuild in rebuilds]
-            return function(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
+            positional, keywords = rebuild(leaves)
+            return function(*positional, **keywords)
 
-        return cls(tuple(names), tuple(leaves), run)
+        return cls(tuple(name for name, _ in named), tuple(leaf for _, leaf in named), run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +175,6 @@ class SlicingFinder:
     warning is logged once.
 
     Args:
-        module: layer to call.
-        forward: original forward of the layer.
         batch_dim: batch dimension of the first tensor, or batch dimensions by argument name, as given by the user.
     """
 
@@ -197,11 +187,6 @@ class SlicingFinder:
 
     def find(self, function: Callable[..., Any], call: Call, count: int) -> Slicing:
         """Return the dimensions along which to slice a call.
-
-        Args:
-            function: function to call.
-            call: arguments of the function.
-            count: number of slices.
 
         Raises:
             ConfigError: if the batch size is not divisible by `count`, or `batch_dim` does not match the arguments.
@@ -441,7 +426,8 @@ class _Trial:
         return returned, drawn
 
     def _random_states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *map(_random_state, self._devices())]
+        of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self._devices())
+        return [torch.get_rng_state(), *of_devices]
 
     def _devices(self) -> list[torch.device]:
         devices = {leaf.device for leaf in self._call.leaves if isinstance(leaf, torch.Tensor)}
@@ -531,14 +517,6 @@ Change = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Function that returns a changed row, given the row, the other row and the batch dimension."""
 
 
-def _as_the_other(_: torch.Tensor, other: torch.Tensor, __: int) -> torch.Tensor:
-    return other
-
-
-def _permuted(row: torch.Tensor, _: torch.Tensor, dim: int) -> torch.Tensor:
-    return row.flip([d for d in range(row.ndim) if d != dim])
-
-
 def _all_alike(_: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
     """Repeat the other row's first position, so that all positions are routed alike, for example to one expert."""
     positions = next((d for d in range(other.ndim) if d != dim), dim)
@@ -555,12 +533,10 @@ def _scaled(factor: float) -> Change:
 
 
 _CHANGES: tuple[Change, ...] = (
-    _as_the_other,
-    _permuted,
+    lambda row, other, dim: other,
+    lambda row, other, dim: row.flip([d for d in range(row.ndim) if d != dim]),
     _all_alike,
-    _scaled(64.0),
-    _scaled(-64.0),
-    _scaled(1 / 64),
+    *map(_scaled, (64.0, -64.0, 1 / 64)),
 )
 
 
@@ -644,8 +620,3 @@ def _beyond(a: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> torch.Tens
     """Return a mask of the elements that differ by more than `limit`. Equal infinities and NaNs do not differ."""
     same = (a == b) | (a.isnan() & b.isnan())
     return ~same & ~((a - b).abs() <= limit)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state

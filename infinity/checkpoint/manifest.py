@@ -34,8 +34,7 @@ import xxhash
 from infinity import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.extra import load_extra, save_extra
-from infinity.checkpoint.values import setting
+from infinity.checkpoint.values import load_values, save_extra, save_settings
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Layout
 from infinity.errors import CheckpointError
@@ -48,7 +47,7 @@ from infinity.untrusted_files import read_regular
 FORMAT = 2
 _MOST = 1 << 30  # maximum bytes of a manifest, which uses about 100 per page; larger files are not read into memory
 _MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
-_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
+_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.([0-9a-f]{24})\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
 _PAGE = row(
@@ -79,15 +78,15 @@ _BODY = record(
     optimizer=text(r"\S{1,200}"),
     stripe_weights=sequence(number(1e-30, 1e30), least=1),
     pages=table(index, _version),
-    scalars=table(index, table(text(), setting)),
-    groups=sequence(record(params=sequence(integer(0)), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
+    scalars=table(index, table(text(), schema.anything)),
+    groups=sequence(record(params=sequence(integer(0)), settings=table(text(r"(?!params$)(?s:.*)"), schema.anything))),
     random=record(
         python=row(integer(3, 3), row(*[_WORD] * 624, integer(0, 624)), schema.optional(number())),
         numpy=row(schema.one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
     ),
     state_checksum=_CHECKSUM,
     extra=table(text(), schema.anything),
-    own=table(text(), setting),
+    own=table(text(), schema.anything),
     updated_on=text(r"[a-z]{1,40}"),
 )
 
@@ -118,7 +117,7 @@ class Published:
     step: int
     """Step of the checkpoint."""
     identity: str
-    """Identity of the checkpoint. Empty for file names of format 1, which contain no identity."""
+    """Identity of the checkpoint."""
     world_size: int
     """Number of ranks that have a manifest of the checkpoint."""
     rank: int
@@ -132,8 +131,7 @@ class Published:
     @property
     def file_name(self) -> str:
         """File name of the manifest."""
-        identity = f".{self.identity}" if self.identity else ""
-        return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}{identity}.json"
+        return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}.{self.identity}.json"
 
     @property
     def state_file(self) -> str:
@@ -156,8 +154,8 @@ class Manifest:
         optimizer: Name of the optimizer class.
         stripe_weights: Stripe weights of the paths, which determine the slots in the data files.
         pages: Version of every page except gradient pages, by page index.
-        scalars: Scalar optimizer states as plain data, by shard index.
-        groups: Parameter groups of the optimizer as plain data: shard indices (`params`) and `settings`.
+        scalars: Scalar optimizer states, by shard index.
+        groups: Parameter groups of the optimizer, whose `params` are shard indices.
         random: States of Python's and NumPy's random generators. Tensors (buffers and torch's random states) are in the
             state file.
         state_checksum: Checksum of the state file, 16 hexadecimal digits.
@@ -224,7 +222,7 @@ def published_in(folder: Path) -> list[Published]:
     for file_name in names_in(folder):
         if match := _NAME.fullmatch(file_name):
             step, rank, world_size, identity = match.groups()
-            name = Published(int(step), identity or "", int(world_size), int(rank))
+            name = Published(int(step), identity, int(world_size), int(rank))
             if name.rank < name.world_size and name.file_name == file_name:
                 found.append(name)
     return sorted(found)
@@ -245,12 +243,10 @@ def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
         folder: Checkpoint folder of the run.
         published: Manifests in the folder.
     """
-    names = list(published)
-    known = {name.state_file for name in names}
-    # Names of format 1 do not identify their state file.
-    unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in names if not name.identity}
-    found = sorted(name for name in names_in(folder) if fnmatch(name, "step*.safetensors"))
-    return [folder / name for name in found if name not in known and ".".join(name.split(".")[:2]) not in unknown]
+    known = {name.state_file for name in published}
+    return [
+        folder / name for name in sorted(names_in(folder)) if fnmatch(name, "step*.safetensors") and name not in known
+    ]
 
 
 def complete_checkpoints(published: Iterable[Published]) -> list[CheckpointName]:
@@ -326,7 +322,9 @@ def _decode(file: Path, content: bytes) -> Manifest:
         values = _BODY(body)
         layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
         values["description"] = RunDescription.from_plain(values["description"], page_bytes)
-        values["extra"] = load_extra(values["extra"])
+        values["extra"], values["own"] = load_values(values["extra"]), load_values(values["own"])
+        values["scalars"] = {shard: load_values(scalars) for shard, scalars in values["scalars"].items()}
+        values["groups"] = [{**load_values(group["settings"]), "params": group["params"]} for group in values["groups"]]
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:
@@ -443,7 +441,16 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
         **{field.name: getattr(manifest, field.name) for field in fields(manifest)},
         "pages": pages,
         "description": manifest.description.plain,
+        "scalars": {shard: save_settings(scalars) for shard, scalars in manifest.scalars.items()},
+        "groups": [
+            {
+                "params": group["params"],
+                "settings": save_settings({key: value for key, value in group.items() if key != "params"}),
+            }
+            for group in manifest.groups
+        ],
         "extra": save_extra(manifest.extra),
+        "own": save_settings(manifest.own),
         "layout": layout.fingerprint,
         "page_bytes": layout.page_bytes,
     }

@@ -1,4 +1,4 @@
-"""Plain data for the checkpointed state that is not in pages: buffers, random states, scalars and group settings."""
+"""Checkpointed state that is not in pages: buffers, random states and group settings."""
 
 from __future__ import annotations
 
@@ -215,59 +215,13 @@ def _numpy_state() -> tuple[Any, ...]:
     return tuple(state)
 
 
-def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return scalar optimizer states as plain data. A tensor becomes an object with its dtype, shape and value."""
-    return {shard: {key: _plain(value, key) for key, value in values.items()} for shard, values in scalars.items()}
-
-
-def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the values that were passed to `save_scalars`."""
-    return {shard: {key: _rich(value) for key, value in values.items()} for shard, values in saved.items()}
-
-
-def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings or persistent attributes of an optimizer as plain data.
-
-    Raises:
-        CheckpointError: if a value has an unsupported type.
-    """
-    return {key: _plain(value, key) for key, value in settings.items()}
-
-
-def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that were passed to `save_settings`."""
-    return {key: _rich(value) for key, value in saved.items()}
-
-
-def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups, whose `params` are shard indices, as plain data.
-
-    Raises the same exceptions as `save_settings`.
-    """
-    return [
-        {
-            "params": group["params"],
-            "settings": save_settings({key: value for key, value in group.items() if key != "params"}),
-        }
-        for group in groups
-    ]
-
-
-def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups that were passed to `save_groups`."""
-    return [
-        {**{key: _rich(value) for key, value in group["settings"].items()}, "params": list(group["params"])}
-        for group in saved
-    ]
-
-
 def load_groups(
     saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]], held: Sequence[Sequence[int]]
 ) -> None:
     """Restore the settings of parameter groups, leaving their parameters unchanged.
 
     Args:
-        saved: Return value of `save_groups`.
+        saved: Parameter groups in the checkpoint, whose `params` are shard indices.
         groups: Parameter groups of the optimizer.
         held: Parameters of each group, as the indices that they have in the checkpoint.
 
@@ -284,37 +238,5 @@ def load_groups(
                 f"({len(group['params'])} in the checkpoint, {len(indices)} in the optimizer). Pass the same groups in "
                 "the same order as for the checkpoint."
             )
-    for values, group in zip(read_groups(saved), groups, strict=True):
+    for values, group in zip(saved, groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
-
-
-def _plain(value: Any, place: str) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()  # computed by a scheduler with NumPy
-    if isinstance(value, torch.Tensor):
-        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.tolist()}
-    if isinstance(value, tuple):
-        return {"tuple": [_plain(item, place) for item in value]}
-    if isinstance(value, list):
-        return {"list": [_plain(item, place) for item in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(item, f"{place}.{key}") for key, item in value.items()}}
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    raise CheckpointError(
-        f"{place} of the optimizer has type {type(value).__name__}, which checkpoints do not support: {value!r}. Use a "
-        "number, a string, a tensor, or a list or dict of these. To train without checkpoints, set "
-        "run.retained_checkpoints = 0."
-    )
-
-
-def _rich(value: Any) -> Any:
-    if isinstance(value, Mapping) and "tensor" in value:
-        return torch.tensor(value["value"], dtype=getattr(torch, value["tensor"])).reshape(value["shape"])
-    if isinstance(value, Mapping) and "tuple" in value:
-        return tuple(_rich(item) for item in value["tuple"])
-    if isinstance(value, Mapping) and "list" in value:
-        return [_rich(item) for item in value["list"]]
-    if isinstance(value, Mapping) and "dict" in value:
-        return {key: _rich(item) for key, item in value["dict"].items()}
-    return value

@@ -21,6 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,10 @@ class CheckpointWriter:
         model: nn.Module,
         outermost: nn.Module,
         ignored: ExtraState,
-        scalars: Mapping[int, Mapping[str, Any]],
+        scalars: dict[int, dict[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
-        own: Mapping[str, Any],
+        own: dict[str, Any],
         prefer: Collection[int] = (),
     ) -> None:
         """Make the stored pages and the given state the newest checkpoint of all ranks.
@@ -171,12 +172,12 @@ class CheckpointWriter:
                 optimizer=self._optimizer,
                 stripe_weights=self._stripe_weights,
                 pages=versions,
-                scalars=model_state.save_scalars(scalars),
-                groups=model_state.save_groups(groups),
+                scalars=scalars,
+                groups=groups,
                 random=model_state.save_random(),
                 state_checksum=files.checksum_of(data),
                 extra=extra,
-                own=model_state.save_settings(own),
+                own=own,
                 updated_on=self._updated_on,
             )
             # fdatasync before the manifest: a manifest must never refer to a page that a power loss can still destroy.
@@ -480,11 +481,6 @@ def restore(
         modules = saved_state(model_state.load_tensors(data))
         if random:
             model_state.load_random(found.random, data)
-    model_state.load_groups(found.groups, groups, held)
-    return ResumedState(
-        found.step,
-        model_state.load_scalars(found.scalars),
-        found.extra,
-        model_state.load_settings(found.own),
-        modules,
-    )
+    scalars, settings, own = deepcopy((found.scalars, found.groups, found.own))  # steps update tensors in place
+    model_state.load_groups(settings, groups, held)
+    return ResumedState(found.step, scalars, found.extra, own, modules)

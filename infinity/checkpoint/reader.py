@@ -6,7 +6,8 @@ It needs no model, process group or GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.checkpoint.manifest import CheckpointName, Manifest
-from infinity.checkpoint.model_state import load_scalars, load_tensors, read_groups, saved_buffer
+from infinity.checkpoint.model_state import load_tensors, saved_buffer
 from infinity.checkpoint.module_state import IGNORED, saved_state
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
@@ -107,15 +108,15 @@ class CheckpointReader(FullState):
     @property
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer. Their `params` are indices into `tensors`."""
-        return read_groups(self._manifests[0].groups)
+        return deepcopy(list(self._manifests[0].groups))
 
     def scalars(self) -> dict[int, dict[str, Any]]:
         """Return the scalar optimizer states of every parameter that has been updated, by index into `tensors`."""
         found: dict[int, dict[str, Any]] = {}
         for manifest in self._manifests:  # a rank with an empty slice may have no scalars, but another rank has them
-            for index, values in load_scalars(manifest.scalars).items():
+            for index, values in manifest.scalars.items():
                 found.setdefault(index, values)
-        return found
+        return deepcopy(found)
 
     def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Return a parameter, in the dtype in which it is trained, or one of its optimizer states, in full shape.
@@ -180,27 +181,21 @@ class CheckpointReader(FullState):
         Raises:
             CheckpointError: if the state file is missing or does not match its checksum.
         """
-        manifest = self._manifests[0]
-        names = self._ranks[0].buffers
-        if not names:
-            return
-        data = files.read_state_file(self._folder.checkpoints, manifest)
-        with files.using(self._folder.checkpoints / manifest.state_file):
-            tensors = load_tensors(data)
-            found = [(name, saved_buffer(tensors, name)) for name in names]
-        yield from found
+        if names := self._ranks[0].buffers:
+            yield from self._from_state_file(lambda tensors: [(name, saved_buffer(tensors, name)) for name in names])
 
     def ignored_states(self) -> Mapping[str, tuple[int, dict[str, Any]]]:
         """Return the param group and the optimizer state of each parameter that `fully_shard` ignores, by name.
 
-        Raises:
-            CheckpointError: if the state file is missing or does not match its checksum.
+        Raises the same exceptions as `buffers`.
         """
-        manifest = self._manifests[0]
-        data = files.read_state_file(self._folder.checkpoints, manifest)
-        with files.using(self._folder.checkpoints / manifest.state_file):
-            found: Mapping[str, Any] = saved_state(load_tensors(data)).get(IGNORED, {})
-        return found
+        return self._from_state_file(lambda tensors: saved_state(tensors).get(IGNORED, {}))  # type: ignore[no-any-return]
+
+    def _from_state_file(self, get: Callable[[Mapping[str, torch.Tensor]], Any]) -> Any:
+        """Apply a function to the tensors of the state file of rank 0."""
+        data = files.read_state_file(self._folder.checkpoints, self._manifests[0])
+        with files.using(self._folder.checkpoints / self._manifests[0].state_file):
+            return get(load_tensors(data))
 
 
 def _whole(described: RunDescription) -> tuple[Any, ...]:

@@ -27,10 +27,12 @@ import hashlib
 import itertools
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role, StateFormat
@@ -274,18 +276,14 @@ class Layout:
         return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
+_START = attrgetter("start")
+
+
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
     """Yield (page, first, last) for the pages that have elements in [start, stop), in order."""
     if not pages or stop <= start:
         return
-    low, high = 0, len(pages)
-    while low < high:
-        middle = (low + high) // 2
-        if pages[middle].stop <= start:
-            low = middle + 1
-        else:
-            high = middle
-    for position in range(low, len(pages)):
+    for position in range(bisect_right(pages, start, key=_START) - 1, len(pages)):
         page = pages[position]
         if page.start >= stop:
             return

@@ -362,11 +362,14 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        without = self.step_seconds(batch_tokens, *STORAGE)
-        # The lower bound saves most simulations of small batches.
-        if self._least_seconds(batch_tokens) > HIDDEN * without:
+        # Two bounds save most simulations: a step without storage takes at most as long as one with more tokens, and at
+        # least as long as its computation.
+        most = self.step_seconds(max(batch_tokens, self.workload.batch_tokens), *STORAGE)
+        if self._least_seconds(batch_tokens) > HIDDEN * most:
             return False
-        return self.step_seconds(batch_tokens) <= HIDDEN * without
+        *_, computation = self._loads(batch_tokens)
+        step = self.step_seconds(batch_tokens)
+        return step <= HIDDEN * computation or step <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
 
     @property
     def drive_bytes(self) -> int:
@@ -460,8 +463,7 @@ class Estimate:
         """Resources that are too small (``drives``, ``device`` or ``host``), each with the values. Requires no plan."""
         found = {}
         drives, device = self.machine.drives, self.machine.device
-        need = self.first_drive_bytes * self.machine.ranks_per_node
-        if drives.space_bytes and need > drives.space_bytes:
+        if drives.space_bytes and (need := self.first_drive_bytes * self.machine.ranks_per_node) > drives.space_bytes:
             found["drives"] = (
                 f"the run needs {format_size(need)} on the drives of each node, which have "
                 f"{format_size(drives.space_bytes)} free"

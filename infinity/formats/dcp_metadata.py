@@ -11,7 +11,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -48,9 +48,7 @@ class _Record:
 
     __slots__ = ("state",)
     kind = ""
-
-    def __init__(self) -> None:
-        self.state: Any = {}
+    state: Any
 
     def __new__(cls) -> _Record:
         made = super().__new__(cls)
@@ -59,21 +57,6 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __hash__(self) -> int:  # a `MetadataIndex` becomes a key before its state is set
-        return id(self)
-
-
-class _Value:
-    """Replacement for a function whose result is unused or derived from its arguments."""
-
-    __slots__ = ("_result",)
-
-    def __init__(self, result: Callable[..., Any]) -> None:
-        self._result = result
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._result(*arguments)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -87,9 +70,9 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) in ((_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")):
-            return _Value(lambda code: code)
+            return lambda code: code  # the result is not used
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path"):
-            return _Value(lambda *parts: "/".join(map(str, parts)))
+            return lambda *parts: "/".join(map(str, parts))
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which is not part of checkpoint metadata and could execute code"
         )

@@ -31,7 +31,7 @@ class MergedState(FullState):
         """Match the factors of the adapters with the weights, without reading any.
 
         Raises:
-            ConfigError: if the run does not train a single plain LoRA adapter.
+            ConfigError: if the run does not train a single plain LoRA adapter, or its base model is quantized.
         """
         if not adapters:
             raise ConfigError(
@@ -62,6 +62,12 @@ class MergedState(FullState):
             elif not copied.issuperset(own):
                 self._positions.append(position)
                 names.append(tuple(_base_name(name) for name in own if name not in copied))
+        merged = {name.removesuffix(".weight") for own in names for name in own}
+        if quantized := self._factors.keys() - merged:
+            raise ConfigError(
+                f"--merge does not support the quantized weight of {min(quantized)}; export the adapter, and merge it "
+                "into the original model with PeftModel.merge_and_unload"
+            )
         self._tensors = tuple(
             replace(state.tensors[position], names=own) for position, own in zip(self._positions, names, strict=True)
         )

@@ -4,8 +4,7 @@ Since version 5, transformers renames tensors while it loads a checkpoint, fuses
 it fuses a layer's experts into one tensor), and reverses these conversions when it saves. The rules are objects of
 `transformers.conversion_mapping`. This module uses them to determine which tensors in a checkpoint produce which
 tensors in a model, and runs one conversion at a time. `tests/formats/test_conversions.py` documents the expected
-behavior of each API. If the installed transformers version lacks them, names are used unchanged except for the prefix
-of the base model.
+behavior of each API.
 """
 
 from __future__ import annotations
@@ -174,11 +173,6 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return {name for name in own if pattern.search(name.removeprefix(within).removeprefix("."))}
 
 
-def converts() -> bool:
-    """Return whether the installed transformers version has conversion rules."""
-    return _loading() is not None
-
-
 def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], model: nn.Module) -> Matched:
     """Match the tensors of a checkpoint to the tensors of a model, by transformers' rules or by equal names.
 
@@ -187,23 +181,24 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
         wanted: tensors of the model's `state_dict` by name, on the meta device.
         model: model whose class and configuration determine the rules.
     """
-    inner = pretrained_model(model)
-    prefix = inner.base_model_prefix if inner is not None else None
-    loading, found = _loading(), _Matching(tensors, wanted)
-    if inner is None or loading is None:
+    inner, found = pretrained_model(model), _Matching(tensors, wanted)
+    if inner is None:
         for name in tensors:
-            found.place(name, name if inner is None else _with_prefix(name, prefix or "", wanted))
+            found.place(name, name)
         return found.matched()
+    from transformers import core_model_loading as loading
+
     with torch_private.classes_of_before(inner):
         rules = _model_rules(inner)
     shapes = _Shapes(inner.config, wanted)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    known = dict(wanted)
     for name in sorted(tensors, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+        target, pattern = loading.rename_source_key(name, renamings, converters, inner.base_model_prefix, known)
         if target not in wanted and name in wanted:  # the checkpoint already has the model's own names
-            target, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
+            target, pattern = loading.rename_source_key(name, [], [], inner.base_model_prefix, known)
         if pattern is None or target not in wanted:
             found.place(name, target)
         else:
@@ -257,8 +252,7 @@ class Outgoing:
 
     def converts(self, loaded_from: Iterable[str] | None) -> bool:
         """Return whether saving renames, fuses or splits any tensor. See `reverted`."""
-        loading = _loading()
-        return loading is not None and bool(_rules_to_revert(loading, self.model, self.model.state_dict(), loaded_from))
+        return bool(_rules_to_revert(self.model, self.model.state_dict(), loaded_from))
 
 
 def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
@@ -270,13 +264,12 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     """
     with needs("hf", "exporting a transformers model"):
         import transformers
-        from transformers import modeling_utils
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     cls = getattr(transformers, str(architecture), None) if "auto_map" not in config else None
-    remove_tied = getattr(modeling_utils, "remove_tied_weights_from_state_dict", None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)) or remove_tied is None:
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         return None
     try:
         with torch.device("meta"):
@@ -286,7 +279,8 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
             model: Any = cls(kind.from_dict(decoded))
         state = model.state_dict()
         left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
-        kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
+        saved = {name: value for name, value in state.items() if name not in left_out}
+        kept = remove_tied_weights_from_state_dict(saved, model)
     except Exception as error:  # the class raises any kind of error for the config of a different model
         raise ValueError(
             f"{architecture} cannot be created from its configuration: {type(error).__name__}: {error}"
@@ -308,10 +302,9 @@ def reverted(
     Raises:
         ValueError: if a conversion cannot be reversed.
     """
-    loading = _loading()
-    if loading is None:
-        return tuple(Conversion({name: tensor}, {name: tensor}) for name, tensor in tensors.items())
-    rules = _rules_to_revert(loading, model, tensors, loaded_from)
+    from transformers import core_model_loading as loading
+
+    rules = _rules_to_revert(model, tensors, loaded_from)
     shapes = _Shapes(model.config, tensors)
     backwards = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in backwards if isinstance(rule, loading.WeightRenaming)]
@@ -335,17 +328,18 @@ def reverted(
     return tuple(by_first[name] if isinstance(rule, _Rule) else rule for name, rule in found.items())
 
 
-def _rules_to_revert(
-    loading: Any, model: Any, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None
-) -> list[Any]:
+def _rules_to_revert(model: Any, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None) -> list[Any]:
+    from transformers import core_model_loading as loading
+
     if loaded_from is None:
         rules = _model_rules(model, add_legacy=False)
         return [rule for rule in rules if not isinstance(rule, loading.PrefixChange)]
     rules = _model_rules(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    known = dict(tensors)
     for name in sorted(loaded_from, key=loading.dot_natural_key):
-        loading.rename_source_key(name, renamings, converters, model.base_model_prefix, tensors)
+        loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
     return [rule for rule in rules if rule.was_used()]
 
 
@@ -366,24 +360,6 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
-
-
-def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
-    """Add or remove the prefix of the base model in a name, if the resulting name is in `wanted`."""
-    if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in wanted:
-        return name.removeprefix(f"{prefix}.")
-    return f"{prefix}.{name}" if f"{prefix}.{name}" in wanted else name
-
-
-def _loading() -> Any | None:
-    """Return transformers' conversion module, or None if the installed version does not have a compatible one."""
-    try:
-        from transformers import conversion_mapping, core_model_loading
-    except ImportError:
-        return None
-    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key")
-    complete = all(hasattr(core_model_loading, name) for name in needed)
-    return core_model_loading if complete and hasattr(conversion_mapping, "get_model_conversion_mapping") else None
 
 
 def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,41 +11,23 @@ from torch import nn
 from infinity import torch_private
 from infinity.errors import UnsupportedError
 from infinity.fsdp.conversions import check_conversions
-from infinity.fsdp.gradient import Gradient, PagedGradient
-from infinity.fsdp.passes import Passes, PassListener
-from infinity.fsdp.shard import PagedShard, ShardHandle, ShardSource
+from infinity.fsdp.gradient import PagedGradient
+from infinity.fsdp.passes import ModelListener, Passes
+from infinity.fsdp.shard import PagedShard, ShardHandle
+from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import Member, ShardedModel, check_gradient_dtype
 from infinity.telemetry.ledger import Ledger
-
-
-class ModelListener(PassListener, Protocol):
-    """Listener for the forward passes and gradients of a model's training steps."""
-
-    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run.
-
-        Args:
-            shard: Index of the shard.
-            local: This rank's gradient, in the local shape, or ``None`` if a hook has set `p.grad` to ``None``.
-
-        Returns:
-            The gradient to store in `p.grad`, or ``None`` to leave `p.grad` unchanged.
-        """
 
 
 class Attachment:
     """Paged shards that replace a model's local tensors, and the FSDP2 hooks that `detach` removes."""
 
     def __init__(
-        self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger, *, alone: bool
+        self, sharded: ShardedModel, source: ShardIO, listener: ModelListener, ledger: Ledger, *, alone: bool
     ) -> None:
         """Attach to a model. The current values of its parameters are discarded.
 
         Args:
-            sharded: Model to attach to.
-            source: Storage that provides the content of the shards.
-            listener: Listener for the model's forwards and gradients.
-            ledger: Ledger that records the time of collectives.
             alone: Whether there is only one rank.
 
         Raises:
@@ -71,7 +52,7 @@ class Attachment:
 
     @staticmethod
     def _attach(
-        index: int, device: torch.device, member: Member, source: ShardSource, listener: ModelListener, undo: ExitStack
+        index: int, device: torch.device, member: Member, source: ShardIO, listener: ModelListener, undo: ExitStack
     ) -> None:
         param = member.param
         current: nn.Parameter = param.sharded_param
@@ -99,7 +80,7 @@ class Attachment:
                 local = torch_private.local_gradient(parameter) if parameter.grad is not None else None
                 gradient = listener.gradient_arrived(index, local)
                 if gradient is not None and local is not None:
-                    paged = PagedGradient(gradient, local, local.device)
+                    paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
                     parameter.grad = torch_private.sharded_gradient(param, paged)
 
             undo.callback(torch_private.on_gradient(current, arrived).remove)
@@ -121,11 +102,8 @@ class Attachment:
 def _check(member: Member, exchanged: bool = False) -> None:
     """Check that a parameter is still paged, and that pages support its gradient dtype.
 
-    Without this check, FSDP2 would silently compute with a tensor that replaced the parameter.
-
-    Args:
-        member: Parameter to check.
-        exchanged: Whether a different parameter was registered on the module.
+    Without this check, FSDP2 would silently compute with a tensor that replaced the parameter, or with a different
+    parameter that was registered on the module (`exchanged`).
     """
     if exchanged or not isinstance(torch_private.local_tensor(member.param), PagedShard):
         raise UnsupportedError(

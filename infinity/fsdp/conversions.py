@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from infinity import torch_private
 from infinity.errors import UnsupportedError
@@ -25,7 +26,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def check_conversions(model: nn.Module) -> Callable[[], None]:
     """Start rejecting conversions of an offloaded model. Return a function that allows them again."""
     guarded = list(model.modules())
-    fsdp_modules = [module for module in guarded if torch_private.is_sharded_module(module)]
+    fsdp_modules = [module for module in guarded if isinstance(module, FSDPModule)]
     for module in guarded:
         torch_private.replace_apply(module, _Apply(module, fsdp_modules))
 
@@ -40,11 +41,10 @@ class _Apply:
     """Replacement for the `_apply` method of one module.
 
     Args:
-        module: Module whose conversions are intercepted.
         fsdp_modules: FSDP modules of the model to which `module` belongs.
     """
 
-    def __init__(self, module: nn.Module, fsdp_modules: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, fsdp_modules: Sequence[FSDPModule]) -> None:
         self._module, self._fsdp_modules = module, fsdp_modules
 
     def __call__(self, function: Function, recurse: bool = True) -> nn.Module:
@@ -56,7 +56,7 @@ class _Apply:
         modules = list(self._module.modules()) if recurse else [self._module]
         if not all(map(_is_paged, _parameters(modules))):  # some may still be gathered
             for fsdp_module in self._fsdp_modules:
-                torch_private.reshard(fsdp_module)
+                fsdp_module.reshard()
         for param in _parameters(modules):
             if _is_paged(param) and (change := _change(function, param)):
                 advice = (

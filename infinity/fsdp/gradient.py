@@ -1,31 +1,19 @@
 """Paged gradient: the tensor in `p.grad` while the gradient's elements are stored in pages, or have been consumed.
 
-A `PagedGradient` has a shape, a dtype and a device, but no storage. Reading it loads the elements, and writing to it
-changes the gradient that the optimizer update uses. In-place operations with numbers, such as scaling, are only
-recorded, and are applied slice by slice when the elements are next read. Views are lazy, so that writes to a view reach
-the gradient. Operations on lists of gradients process one gradient at a time.
+A `PagedGradient` is a `PagedTensor`: reading it loads the elements, and writing to it changes the gradient that the
+optimizer update uses. In-place operations with numbers, such as scaling, are only recorded, and are applied slice by
+slice when the elements are next read. Operations on lists of gradients process one gradient at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from infinity import torch_private
-from infinity.errors import UnsupportedError
-from infinity.fsdp.paged_tensor import (
-    WithoutMemory,
-    changes_memory,
-    is_collective,
-    leaves_others_waiting,
-    make_view,
-    makes_views,
-    written,
-)
+from infinity.fsdp.paged_tensor import PagedTensor, TensorHandle, computed
 from infinity.memory.device import open_device
 
 aten = torch.ops.aten
@@ -71,18 +59,12 @@ _SHAPE_ONLY = {
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-class Gradient(Protocol):
+class Gradient(TensorHandle, Protocol):
     """Gradient of one shard, from the time it first arrives until it is consumed or dropped.
 
-    Afterwards, every method raises `InfinityError` with the reason and the fix. The only exceptions are `replace` and
-    `clear`, which may start a new gradient after `step()`.
+    `load` and `save` use the local shape. Afterwards, every method raises `InfinityError` with the reason and the fix.
+    The only exceptions are `save` and `clear`, which may start a new gradient after `step()`.
     """
-
-    def load(self) -> torch.Tensor:
-        """Return the elements in the local shape. The caller may modify the tensor and pass it to `replace`."""
-
-    def replace(self, values: torch.Tensor) -> None:
-        """Replace the elements by `values`, which has the local shape."""
 
     def clear(self) -> None:
         """Set the elements to zero."""
@@ -96,72 +78,22 @@ class Gradient(Protocol):
     def norm(self) -> torch.Tensor | None:
         """Return the L2 norm of this rank's elements as a scalar, or ``None`` if it is not known."""
 
-    def fail(self, error: Exception) -> None:
-        """End the run on all ranks with `error`."""
 
-
-class PagedGradient(WithoutMemory):
+class PagedGradient(PagedTensor):
     """This rank's slice of a gradient, or a view of it."""
 
-    gradient: Gradient
-    views: tuple[Callable[[torch.Tensor], Any], ...]  # operations that create this view from the full slice, in order
-
-    @staticmethod
-    def __new__(
-        cls: type[PagedGradient],
-        gradient: Gradient,
-        like: torch.Tensor,
-        device: torch.device,
-        views: tuple[Callable[[torch.Tensor], Any], ...] = (),
-    ) -> PagedGradient:
-        """Create a gradient with the shape, strides and dtype of the tensor `like`, on the given device."""
-        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
-            tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls,
-                like.shape,
-                strides=like.stride(),
-                dtype=like.dtype,
-                device=device,
-            )
-        tensor.gradient, tensor.views = gradient, views
-        return tensor
-
-    def __init__(self, *args: Any) -> None:
-        """Do nothing, because `__new__` has set all attributes."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a description without loading the gradient."""
-        return f"PagedGradient({self.gradient}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    handle: Gradient
 
     def dense(self) -> torch.Tensor:
         """Return a copy in memory. Raises `InfinityError` if the gradient has been consumed or dropped."""
         return self.clone()
 
     def no_memory_message(self) -> str:
-        """Return the error message for operations that need memory. See `WithoutMemory`."""
+        """Return the error message for operations that need memory: the reason and an alternative."""
         return (
-            f"the gradient of {self.gradient} is stored in pages and has no memory of its own; to read it, call "
-            "gradient.clone(); to write it, call gradient.copy_(values) or assign a new gradient to p.grad"
+            f"{self.handle.name} is stored in pages and has no memory of its own; to read it, call gradient.clone(); "
+            "to write it, call gradient.copy_(values) or assign a new gradient to p.grad"
         )
-
-    @property
-    def data(self) -> torch.Tensor:
-        """This gradient, detached. Assignment raises `UnsupportedError`, because it has no memory to replace."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        self._no_memory()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is the full slice in its own shape, as opposed to a view."""
-        return not self.views
-
-    def _view(self, content: torch.Tensor) -> torch.Tensor:
-        for view in self.views:
-            content = view(content)
-        return content
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -169,75 +101,29 @@ class PagedGradient(WithoutMemory):
     ) -> Any:
         """Run an operation, without loading the gradient if possible."""
         kwargs = kwargs or {}
-        # A composite operation may return a view or a copy, which is only known for the operations that it consists of.
-        if (decomposed := torch_private.decomposition(func)) is not None:
-            return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, list | tuple) and func is _UNSCALE:
             return _unscale(*args)
         if isinstance(first, list | tuple) and func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         if isinstance(first, PagedGradient):
-            if func is aten.detach_.default:  # autograd has already detached it
-                return first
-            if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_euclidean(args, kwargs):
-                norm = first.gradient.norm() if first.is_whole else None
-                if norm is not None:
-                    return norm.clone()
-            if first.is_whole and func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
-                first.gradient.record(_edit(func, args[1:], kwargs))
-                return first
-            if func is aten.add_.Tensor and _is_sum(first, args[1:], kwargs) and first.gradient.add(args[1]):
-                return first
-            if first.is_whole and func in (aten.zero_.default, aten.copy_.default):
-                if func is aten.zero_.default:
-                    first.gradient.clear()
-                elif not _same(first, args[1]):
-                    first.gradient.replace(_filled(first, _Loaded()(args[1])))
-                return first
             if func in _SHAPE_ONLY:
                 return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device),
                             *args[1:], **kwargs)  # fmt: skip
-            if makes_views(func):
-                return _lazy_view(func, first, args[1:], kwargs)
-        return _on_content(func, args, kwargs)
-
-
-class _Loaded:
-    """Maps paged gradients to their elements. Each gradient is loaded once, so that its views share memory."""
-
-    def __init__(self) -> None:
-        # By id of a gradient: the gradient, which keeps the id valid, and its elements.
-        self.contents: dict[int, tuple[Gradient, torch.Tensor]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, PagedGradient):
-            return value
-        if id(value.gradient) not in self.contents:
-            self.contents[id(value.gradient)] = (value.gradient, value.gradient.load())
-        return value._view(self.contents[id(value.gradient)][1])
-
-
-def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Run an operation on loaded elements, and store the gradients that it changed."""
-    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
-    if changed and is_collective(func):
-        error = UnsupportedError(
-            f"{func} would write to the gradient of {changed[0].gradient}, but collectives cannot write to pages; run "
-            "it on copy = gradient.clone(), and then call gradient.copy_(copy)"
-        )
-        if leaves_others_waiting(func):
-            changed[0].gradient.fail(error)
-        raise error
-    if changed and changes_memory(func):
-        raise UnsupportedError(f"{func} would change the gradient's shape or storage: {changed[0].no_memory_message()}")
-    loaded = _Loaded()
-    given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
-    result = func(*given, **settings)
-    for key in dict.fromkeys(id(value.gradient) for value in changed):
-        gradient, content = loaded.contents[key]
-        gradient.replace(content)
-    return changed[0] if changed and isinstance(result, torch.Tensor) else result
+            if first.is_whole:
+                if func is aten.linalg_vector_norm.default and _is_euclidean(args, kwargs):
+                    norm = first.handle.norm()
+                    if norm is not None:
+                        return norm.clone()
+                if func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
+                    first.handle.record(_edit(func, args[1:], kwargs))
+                    return first
+                if func is aten.add_.Tensor and _is_sum(first, args[1:], kwargs) and first.handle.add(args[1]):
+                    return first
+                if func is aten.zero_.default:
+                    first.handle.clear()
+                    return first
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
@@ -254,17 +140,17 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
         (one,) = single[0]
         if isinstance(one, PagedGradient) and one.is_whole:
             if func is aten._foreach_norm.Scalar and _is_euclidean(single, kwargs):
-                norm = one.gradient.norm()
+                norm = one.handle.norm()
                 if norm is not None:
                     results.append(norm.clone())
                     continue
             if edit is not None:
-                one.gradient.record(edit)
+                one.handle.record(edit)
                 continue
             if func is aten._foreach_zero_.default:
-                one.gradient.clear()
+                one.handle.clear()
                 continue
-        found = _on_content(func, tuple(single), kwargs)
+        found = computed(func, tuple(single), kwargs)
         if isinstance(found, list | tuple):
             results.extend(found)
     return None if func._schema.is_mutable else results
@@ -275,7 +161,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
 
     A finite norm proves that all elements are finite. Elements are inspected only if a norm is unknown or not finite.
     """
-    norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
+    norms = [g.handle.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
     known = [norm for norm in norms if norm is not None]
     finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # a single device synchronization
     factor = _Number(scale)
@@ -285,9 +171,9 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
 
     for gradient, norm in zip(gradients, norms, strict=True):
         if isinstance(gradient, PagedGradient) and norm is not None and finite:
-            gradient.gradient.record(unscale)
+            gradient.handle.record(unscale)
         else:
-            _on_content(_UNSCALE, ([gradient], found, scale), {})
+            computed(_UNSCALE, ([gradient], found, scale), {})
 
 
 class _Number:
@@ -335,10 +221,8 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_sum(first: PagedGradient, others: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-    """Whether `add_` was called on the full slice with an unscaled dense tensor of the same shape."""
-    return (
-        first.is_whole and not kwargs and len(others) == 1 and _is_dense(others[0]) and (others[0].shape == first.shape)
-    )
+    """Whether `add_` was called with an unscaled dense tensor of the same shape."""
+    return not kwargs and len(others) == 1 and _is_dense(others[0]) and others[0].shape == first.shape
 
 
 def _is_euclidean(args: Sequence[Any], kwargs: dict[Any, Any]) -> bool:
@@ -346,29 +230,3 @@ def _is_euclidean(args: Sequence[Any], kwargs: dict[Any, Any]) -> bool:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     others = [*args[2:], *(value for name, value in kwargs.items() if name != "ord")]
     return order == 2 and all(value is None or value is False for value in others)
-
-
-def _same(first: PagedGradient, second: Any) -> bool:
-    return isinstance(second, PagedGradient) and second.is_whole and second.gradient is first.gradient
-
-
-def _filled(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` broadcast and converted to the shape, dtype and device of `like`, as `copy_` does."""
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
-
-
-def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    if func in (aten.detach.default, aten.alias.default):
-        return PagedGradient(base.gradient, base, base.device, base.views)
-    shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    made = func(shape, *args, **kwargs)
-    if isinstance(made, torch.Tensor):
-        view = partial(make_view, func, args, kwargs, None)
-        same = made.shape == base.shape and made.stride() == base.stride() and made.dtype == base.dtype
-        if same and func in (aten.view.default, aten._unsafe_view.default):
-            return PagedGradient(base.gradient, base, base.device, base.views)
-        return PagedGradient(base.gradient, made, base.device, (*base.views, view))
-    return type(made)(
-        PagedGradient(base.gradient, part, base.device, (*base.views, partial(make_view, func, args, kwargs, position)))
-        for position, part in enumerate(made)
-    )

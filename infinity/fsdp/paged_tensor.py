@@ -7,7 +7,7 @@ that it wrote to are saved. Reads, in-place writes and writes through views are 
 operations on tensors in memory, at the cost of a load and a save per call.
 
 Operations that need real memory raise `UnsupportedError`: those that access the storage or its address, or change the
-dtype or shape in place. The same applies to paged gradients, which share the base class `WithoutMemory`.
+dtype or shape in place.
 """
 
 from __future__ import annotations
@@ -56,21 +56,84 @@ class TensorHandle(Protocol):
         """End the run on all ranks with `error`."""
 
 
-class WithoutMemory(torch.Tensor):
-    """Base class of tensors that have no memory of their own.
+class _NoStorage:
+    """Storage stand-in for a tensor that has no memory.
+
+    `torch.distributed.checkpoint` clones a tensor if the size of its storage differs from the size of its elements, and
+    keeps the clones of all tensors of a file until the file is complete. With equal sizes, it pickles the tensor
+    itself, and only one copy is in memory at a time.
+    """
+
+    def __init__(self, nbytes: int, message: str) -> None:
+        self._nbytes, self._message = nbytes, message
+
+    def size(self) -> int:
+        return self._nbytes
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(self._message)
+
+
+class PagedTensor(torch.Tensor):
+    """Stored tensor, or a view of one. Use `stored` to create a stored tensor.
 
     Methods that bypass the dispatcher operate on a copy or raise `UnsupportedError`.
     """
 
     __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
-    def dense(self) -> torch.Tensor:
-        """Return a copy in memory, of the same shape."""
-        raise NotImplementedError
+    handle: TensorHandle
+    _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
+    _whole: torch.Tensor  # the same for the stored tensor
+    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # create this view from the stored tensor
 
-    def no_memory_message(self) -> str:
-        """Return the error message for operations that need memory: the reason and an alternative."""
-        raise NotImplementedError
+    @classmethod
+    def stored(
+        cls: type[Paged], handle: TensorHandle, shape: Iterable[int], dtype: torch.dtype, device: torch.device
+    ) -> Paged:
+        """Create a contiguous tensor whose elements are accessed through a handle.
+
+        Args:
+            shape: Shape of the tensor. Its number of elements must match the elements that `handle` loads.
+        """
+        likeness = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return cls._made(handle, likeness, likeness, (), device)
+
+    @classmethod
+    def _made(
+        cls: type[Paged],
+        handle: TensorHandle,
+        likeness: torch.Tensor,
+        whole: torch.Tensor,
+        steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
+        device: torch.device,
+    ) -> Paged:
+        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
+            made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                likeness.shape,
+                strides=likeness.stride(),
+                storage_offset=likeness.storage_offset(),
+                dtype=likeness.dtype,
+                device=device,
+            )
+        made.handle, made._likeness, made._whole, made._steps = handle, likeness, whole, steps
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return a description without loading the tensor."""
+        return f"{type(self).__name__}({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """This tensor, detached. Assignment raises `UnsupportedError`, because it has no memory to replace."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._no_memory()
+
+    # Methods that bypass the dispatcher #
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an in-memory copy. Raises the same exceptions as `dense`."""
@@ -115,93 +178,6 @@ class WithoutMemory(torch.Tensor):
     storage = _typed_storage = const_data_ptr = _no_memory
     share_memory_ = pin_memory = __dlpack__ = _no_memory
 
-
-_DATA: Any = torch.Tensor.data
-
-
-class _NoStorage:
-    """Storage stand-in for a tensor that has no memory.
-
-    `torch.distributed.checkpoint` clones a tensor if the size of its storage differs from the size of its elements, and
-    keeps the clones of all tensors of a file until the file is complete. With equal sizes, it pickles the tensor
-    itself, and only one copy is in memory at a time.
-    """
-
-    def __init__(self, nbytes: int, message: str) -> None:
-        self._nbytes, self._message = nbytes, message
-
-    def size(self) -> int:
-        return self._nbytes
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(self._message)
-
-
-class PagedTensor(WithoutMemory):
-    """Stored tensor, or a view of one. Use `stored` to create a stored tensor."""
-
-    handle: TensorHandle
-    _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
-    _whole: torch.Tensor  # the same for the stored tensor
-    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # create this view from the stored tensor
-
-    @classmethod
-    def stored(
-        cls: type[Paged], handle: TensorHandle, shape: Iterable[int], dtype: torch.dtype, device: torch.device
-    ) -> Paged:
-        """Create a contiguous tensor whose elements are accessed through a handle.
-
-        Args:
-            handle: Access to the elements.
-            shape: Shape of the tensor. Its number of elements must match the elements that `handle` loads.
-            dtype: Dtype of the elements.
-            device: Device of the tensor.
-        """
-        likeness = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return cls._made(handle, likeness, likeness, (), device)
-
-    @classmethod
-    def _made(
-        cls: type[Paged],
-        handle: TensorHandle,
-        likeness: torch.Tensor,
-        whole: torch.Tensor,
-        steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
-        device: torch.device,
-    ) -> Paged:
-        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
-            made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls,
-                likeness.shape,
-                strides=likeness.stride(),
-                storage_offset=likeness.storage_offset(),
-                dtype=likeness.dtype,
-                device=device,
-            )
-        made.handle, made._likeness, made._whole, made._steps = handle, likeness, whole, steps
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a description without loading the tensor."""
-        return f"{type(self).__name__}({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The same elements, detached from the graph. Assigning to it raises `UnsupportedError` unless this is a view.
-
-        Before PyTorch 2.13, `DTensor.to_local()` returns this object itself under `no_grad`. If it were in memory, the
-        optimizer would see an assigned value, but a gather would not. Since PyTorch 2.13, `to_local()` returns a view,
-        and an assignment changes only that view.
-        """
-        found: torch.Tensor = _DATA.__get__(self)
-        return found
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if not self._steps:
-            self._no_memory()
-        _DATA.__set__(self, values)
-
     # Loading #
 
     def dense(self) -> torch.Tensor:
@@ -214,6 +190,11 @@ class PagedTensor(WithoutMemory):
         for step in self._steps:
             seen = step(seen)
         return seen
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the stored tensor in its own shape, as opposed to a part or another view of it."""
+        return not self._steps or (self._is_all and self._likeness.shape == self._whole.shape)
 
     @property
     def _is_all(self) -> bool:
@@ -244,7 +225,7 @@ class PagedTensor(WithoutMemory):
                 if isinstance(value, PagedTensor):
                     if value.handle == first.handle and value._is_all:
                         return first
-                    value = value.dense()
+                    value = value._seen_in(value.handle.load())
                 whole = torch.empty(first.shape, dtype=first.dtype, device=first.device).copy_(value)
                 first.handle.save(whole.view(-1))
                 return first
@@ -261,7 +242,7 @@ class PagedTensor(WithoutMemory):
         return views if several else views[0]
 
     def no_memory_message(self) -> str:
-        """Return the error message for operations that need memory. See `WithoutMemory`."""
+        """Return the error message for operations that need memory: the reason and an alternative."""
         return (
             f"{self.handle.name} is on NVMe and has no memory of its own; to work on this tensor, use a copy, "
             "tensor.clone(); to save the model, call torch.distributed.checkpoint.save (dcp.save), "
@@ -275,11 +256,9 @@ def make_view(
     """Repeat a view operation on loaded elements.
 
     Args:
-        func: View operation.
         args: Positional arguments of the operation, after the tensor.
         kwargs: Keyword arguments of the operation.
         index: Position of the view in the returned list, or ``None`` if the operation returns a single view.
-        seen: Tensor to view.
     """
     made = func(seen, *args, **kwargs)
     view: torch.Tensor = made if index is None else made[index]
@@ -343,16 +322,15 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ", ".join(tensor.handle.name for tensor in changed.values())
     if changed and is_collective(func):
         error = UnsupportedError(
-            f"{func} would write to {names}, but collectives cannot write to tensors on NVMe; run it on "
+            f"{func} would write to {names}, but collectives cannot write to pages; run it on "
             "copy = tensor.clone(), and then call tensor.copy_(copy) under torch.no_grad()"
         )
         if leaves_others_waiting(func):
             next(iter(changed.values())).handle.fail(error)
         raise error
     if changed and changes_memory(func):
-        raise UnsupportedError(
-            f"{func} would change the shape or storage of {names}, which is on NVMe; use tensor.copy_(values) instead"
-        )
+        advice = next(iter(changed.values())).no_memory_message()
+        raise UnsupportedError(f"{func} would change a shape or storage: {advice}")
     contents: dict[int, torch.Tensor] = {}  # by id of the handle
     paged: dict[int, PagedTensor] = {}  # by id of the loaded tensor
     kept: list[torch.Tensor] = []  # keeps the keys of `paged` unique: a freed tensor's id could be reused

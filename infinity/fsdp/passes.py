@@ -11,24 +11,31 @@ from torch import nn
 
 from infinity import interrupts, torch_private
 from infinity.errors import InfinityError
+from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.unattached_trainer import check_trainer
 
 RESUME = 'offload a new model with run.resume = "latest" to resume from the last checkpoint'
 """Advice for errors after which this run cannot continue."""
 
 
-class PassListener(Protocol):
-    """Listener for the passes of a model."""
+class ModelListener(Protocol):
+    """Listener for the forward passes and gradients of a model's training steps."""
 
     def forward(self, grad_enabled: bool) -> None:
-        """Called when an outermost forward begins, that is, one outside of any other FSDP module's forward.
-
-        Args:
-            grad_enabled: Whether grad mode is enabled.
-        """
+        """Called when an outermost forward begins, that is, one outside of any other FSDP module's forward."""
 
     def backward_interrupted(self) -> None:
         """Called instead of `forward` if the last backward was interrupted and not dropped. Raises an error."""
+
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
+        """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run.
+
+        Args:
+            local: This rank's gradient, in the local shape, or ``None`` if a hook has set `p.grad` to ``None``.
+
+        Returns:
+            The gradient to store in `p.grad`, or ``None`` to leave `p.grad` unchanged.
+        """
 
 
 class Passes:
@@ -38,12 +45,10 @@ class Passes:
     raise an error until `drop` has reset FSDP2.
     """
 
-    def __init__(self, model: nn.Module, listener: PassListener, *, alone: bool) -> None:
+    def __init__(self, model: nn.Module, listener: ModelListener, *, alone: bool) -> None:
         """Create the passes of a model.
 
         Args:
-            model: Model on which `fully_shard` was called.
-            listener: Listener for the passes.
             alone: Whether there is only one rank. With several ranks, a backward is not repeated, because the ranks may
                 have been interrupted at different collectives.
         """

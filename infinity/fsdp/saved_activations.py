@@ -55,12 +55,12 @@ class _Saved:
         self.tensor: torch.Tensor | None = tensor.detach()
         """The tensor without its graph. ``None`` once it is paged."""
         self._version = tensor._version
-        self.paged: _Paged | None = None
-        """Paged copy of the tensor. ``None`` until it is paged."""
+        self.paged: StoredActivation | None = None
+        """Paged copy of the tensor's memory. ``None`` until it is paged."""
         self.like: torch.Tensor | None = None
         """Meta tensor with its shape, strides and dtype. ``None`` until it is paged."""
 
-    def page(self, paged: _Paged) -> None:
+    def page(self, paged: StoredActivation) -> None:
         """Replace the tensor by its paged copy."""
         assert self.tensor is not None
         shape, strides = self.tensor.shape, self.tensor.stride()
@@ -73,26 +73,11 @@ class _Saved:
         return self.tensor is not None and self.tensor._version != self._version
 
 
-class _Paged:
-    """Paged copy of a memory range. All saved tensors that cover the same range share it, whatever their shapes."""
-
-    __slots__ = ("__weakref__", "kept", "modified")
-
-    def __init__(self, kept: StoredActivation) -> None:
-        self.kept = kept
-        self.modified = False
-        """Whether the memory was modified before the copy completed. Set by `_end_copies`."""
-
-
 class SavedActivations:
     """Saved-tensor and module hooks that page the inputs of FSDP modules in training forwards.
 
     The hooks stay on the model until `detach`. Only the training thread runs forwards; backward runs on an autograd
     thread.
-
-    Args:
-        sharded: Model to hook.
-        pages: Storage for the activations.
     """
 
     def __init__(self, sharded: ShardedModel, pages: ActivationPages) -> None:
@@ -101,9 +86,9 @@ class SavedActivations:
         """Memory of the inputs of FSDP modules in the current forward, by `cdata`."""
         self._held: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         """Tensors saved outside FSDP modules that may later be passed to an FSDP module, by `id`."""
-        self._paged: dict[_Key, tuple[Any, int, weakref.ref[_Paged]]] = {}
+        self._paged: dict[_Key, tuple[Any, int, weakref.ref[StoredActivation]]] = {}
         """Memory, version and copy of each tensor paged in the current forward, because it may be saved again."""
-        self._copying: list[tuple[torch.Tensor, int, DeviceEvent, _Paged]] = []
+        self._copying: list[tuple[torch.Tensor, int, DeviceEvent, StoredActivation]] = []
         """Tensors that a device is still copying into pages, with their versions."""
         self._inside: list[Any] = []
         """FSDP modules, except for the root, whose forward is running, innermost last."""
@@ -240,7 +225,7 @@ class SavedActivations:
         like = saved.like
         assert like is not None
         found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._pages.device)
-        self._pages.load(paged.kept, _bytes(found))
+        self._pages.load(paged, _bytes(found))
         self._end_copies()  # must come after `load`, which waits for the copies into these pages
         if paged.modified:
             raise RuntimeError(
@@ -248,7 +233,7 @@ class SavedActivations:
             )
         return found
 
-    def _page(self, tensor: torch.Tensor) -> _Paged:
+    def _page(self, tensor: torch.Tensor) -> StoredActivation:
         """Copy the memory of a tensor into pages, unless they already hold it.
 
         Raises:
@@ -260,14 +245,13 @@ class SavedActivations:
             before, version, known = self._paged[key]
             there = known()
             if there is not None and not before.expired() and version == tensor._version:
-                self._pages.keep_again(there.kept)
+                self._pages.keep_again(there)
                 return there
         tensor = tensor.detach()  # shares the version counter
         try:
-            kept, device_event = self._pages.keep(_bytes(tensor))
+            paged, device_event = self._pages.keep(_bytes(tensor))
         except BudgetError as error:
             raise BudgetError(f"{error}. Space ran out in layer {len(self._begun)} of {self._fsdp_modules}") from None
-        paged = _Paged(kept)
         self._paged[key] = memory, tensor._version, weakref.ref(paged)
         if not device_event.passed():
             self._copying.append((tensor, tensor._version, device_event, paged))

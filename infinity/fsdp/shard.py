@@ -11,45 +11,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from infinity import torch_private
 from infinity.fsdp.paged_tensor import PagedTensor
+from infinity.fsdp.shard_io import ShardIO
 
 aten = torch.ops.aten
-
-
-class ShardSource(Protocol):
-    """Storage that provides the content of shards."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the run that holds the content was closed."""
-
-    def gather_into(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the all-gather input of a shard (compute dtype, padded) into a flat tensor."""
-
-    def load(self, shard: int) -> torch.Tensor:
-        """Return the elements of a shard without padding, in the dtype of the parameter, shape (numel,)."""
-
-    def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the elements of a shard by `content`, which has no padding."""
-
-    def fail(self, error: Exception) -> None:
-        """End the run on all ranks with `error`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardHandle:
     """Location and properties of one shard."""
 
-    source: ShardSource
-    """Storage that provides the content."""
+    source: ShardIO
     shard: int
-    """Index of the shard in the layout."""
     name: str
     """Name of the parameter, for error messages."""
     padded: torch.Size
@@ -57,7 +36,6 @@ class ShardHandle:
     gather_dtype: torch.dtype
     """Dtype of the all-gather input."""
     device: torch.device
-    """Compute device."""
 
     def load(self) -> torch.Tensor:
         """Return a copy of the elements without padding, flat, on the compute device."""

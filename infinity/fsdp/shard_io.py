@@ -52,7 +52,7 @@ class _OpenRun(NamedTuple):
 
 
 class ShardIO:
-    """Gathers, loads and saves whole shards through the pager. Implements `ShardSource`.
+    """Gathers, loads and saves whole shards through the pager.
 
     The object exists as long as the tensors of the model. After `close`, its methods raise `InfinityError` with the
     reason. Only the training thread calls its methods.
@@ -73,12 +73,7 @@ class ShardIO:
         """Create the source of a model's shards.
 
         Args:
-            layout: Pages of this rank.
-            pager: Pager that holds the pages.
-            device: Compute device.
             gpu_prefetcher: GPU prefetch buffer, which may hold weights ahead of their gather.
-            listener: Listener that is notified when shards are used.
-            ledger: Ledger that records times and copied bytes.
             load_limit: Maximum total size, in bytes, of loaded tensors that are alive at the same time. They are stored
                 outside the host cache.
             allow_new_versions: Callback that frees drive space for new versions of frozen pages. It receives the
@@ -88,7 +83,7 @@ class ShardIO:
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
         self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
-        # Bytes that `load_section` has returned, minus the entries that `_held` has consumed from `_returned`.
+        # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
         self._loaded = 0
         # Sizes, in bytes, of loaded tensors that have been freed. Any thread may append to it, even from within the
         # garbage collector, where taking a lock could deadlock. `deque.append` is atomic and needs no lock.
@@ -109,22 +104,6 @@ class ShardIO:
         return self._open is None
 
     @property
-    def _pager(self) -> Pager:
-        return self._opened.pager
-
-    @property
-    def _listener(self) -> GatherListener:
-        return self._opened.listener
-
-    @property
-    def _ledger(self) -> Ledger:
-        return self._opened.ledger
-
-    @property
-    def _gpu_prefetcher(self) -> GpuPrefetcher:
-        return self._opened.gpu_prefetcher
-
-    @property
     def _opened(self) -> _OpenRun:
         if self._open is None:
             raise InfinityError(self._why_closed)
@@ -137,20 +116,20 @@ class ShardIO:
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the elements of a shard in the compute dtype, padding included, into a flat tensor."""
-        placed, listener = self._layout.shards[shard], self._listener
+        placed, opened = self._layout.shards[shard], self._opened
         name = placed.spec.name
         shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
         # An interrupt at the end of `no_grad` would leave gradients disabled
-        with interrupts.held(waits=False), self._ledger.part("python", name, name="gather"), shown:
-            planned = listener.gathering(shard)
+        with interrupts.held(waits=False), opened.ledger.part("python", name, name="gather"), shown:
+            planned = opened.listener.gathering(shard)
             with torch.no_grad():
-                if planned and self._gpu_prefetcher.has(placed.fsdp_module):
-                    self._gpu_prefetcher.copy_out(shard, destination)
+                if planned and opened.gpu_prefetcher.has(placed.fsdp_module):
+                    opened.gpu_prefetcher.copy_out(shard, destination)
                 else:
                     self._copy_param(placed, destination, planned=planned)
-            self._ledger.copied(destination.numel() * destination.itemsize)
+            opened.ledger.copied(destination.numel() * destination.itemsize)
             if planned:
-                listener.gathered(shard)
+                opened.listener.gathered(shard)
 
     def _copy_param(self, placed: ShardLocation, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
@@ -158,18 +137,10 @@ class ShardIO:
         copied = partial(self._device.record_event, stream)
         for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
             use = (Use(page.index, Mode.READ),)
-            with self._pager.access(use, planned=planned, copies=copied) as (content,):
+            with self._opened.pager.access(use, planned=planned, copies=copied) as (content,):
                 source = section(content, page, self._layout, first, last)
-                with self._ledger.part("copy"):
+                with self._opened.ledger.part("copy"):
                     self._device.copy(destination[first - placed.start : last - placed.start], source, stream)
-
-    def load(self, shard: int) -> torch.Tensor:
-        """Return a copy of the elements of a shard without padding, in the dtype of the parameter, shape (numel,).
-
-        Raises:
-            UnsupportedError, InfinityError: See `load_section`.
-        """
-        return self.load_section(shard, MASTER)
 
     def _held(self) -> int:
         """Return the total size, in bytes, of the loaded tensors that are still alive."""
@@ -177,11 +148,10 @@ class ShardIO:
             self._loaded -= self._returned.popleft()
         return self._loaded
 
-    def load_section(self, shard: int, name: str) -> torch.Tensor:
+    def load(self, shard: int, name: str = MASTER) -> torch.Tensor:
         """Return one section of a shard (its master or one optimizer state) without padding, shape (numel,).
 
         Args:
-            shard: Index of the shard.
             name: ``master`` or the name of an optimizer state.
 
         Raises:
@@ -207,39 +177,34 @@ class ShardIO:
         return content
 
     def read(self, shard: int, name: str) -> torch.Tensor:
-        """Return the same section as `load_section`, without applying the load limit.
+        """Return the same section as `load`, without applying the load limit.
 
         The caller must free the tensor before the next read.
 
         Raises:
-            InfinityError: See `load_section`.
+            InfinityError: See `load`.
         """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
-        self._listener.look(shard)
+        self._opened.listener.look(shard)
 
         def visit(page: Page, copy: Callable[[Content], None]) -> None:
-            with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+            with self._opened.pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                 copy(content)
 
         return read_section(segment, name, placed.start, placed.start + placed.spec.numel, visit)
 
-    def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the master of a shard, and its weights in the compute dtype, by `content`, which has no padding."""
-        self.save_section(shard, MASTER, content)
-
-    def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
+    def save(self, shard: int, content: torch.Tensor, name: str = MASTER) -> None:
         """Replace one section of a shard.
 
         Args:
-            shard: Index of the shard.
-            name: ``master`` or the name of an optimizer state.
             content: New elements, without padding, shape (numel,).
+            name: ``master``, which also replaces the weights in the compute dtype, or the name of an optimizer state.
 
         Raises:
             UnsupportedError: If `content` has a different number of elements.
             BudgetError: If the shard is frozen and the drives have no space for a new version.
-            InfinityError: See `load_section`.
+            InfinityError: See `load`.
         """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
@@ -248,8 +213,8 @@ class ShardIO:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, but the new value has "
                 f"{content.numel()}"
             )
-        self._listener.look(shard)
-        self._gpu_prefetcher.drop(placed.fsdp_module)
+        self._opened.listener.look(shard)
+        self._opened.gpu_prefetcher.drop(placed.fsdp_module)
         begin, end = placed.start, placed.start + placed.spec.numel
         if not segment.trainable:
             pages = (*segment.param_pages, *segment.update_pages)
@@ -257,7 +222,7 @@ class ShardIO:
         with interrupts.held():
             for component, items in stored(segment.format, name, content.detach().cpu()):
                 for page, _, _ in overlapping(segment.pages(component.role), begin, end):
-                    with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
+                    with self._opened.pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                         put(held, page, component, placed.start, items)
 
     def write_module(
@@ -266,7 +231,6 @@ class ShardIO:
         """Write the content of an FSDP module's pages without reading them first.
 
         Args:
-            fsdp_module: Index of the FSDP module.
             value_of: Function that returns one section of a shard, without padding, shape (numel,), or ``None`` for
                 zeros. Its arguments are the position of the shard in the FSDP module, and ``master`` or the name of an
                 optimizer state. The master has the dtype of the parameter.
@@ -284,7 +248,7 @@ class ShardIO:
                 for component, items in stored(segment.format, name, self.checked(shard, name, value))
             ]
             for page in (*segment.param_pages, *segment.update_pages):
-                with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
+                with self._opened.pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                     bytes_of(content).zero_()
                     for start, component, items in parts:
                         if component.role is page.role:

@@ -83,7 +83,6 @@ class ShardedModel:
         """Find the FSDP modules of a model.
 
         Args:
-            model: Model on which `fully_shard` was called.
             outermost: Module that contains the model. Default: the model itself.
 
         Raises:
@@ -258,11 +257,7 @@ _UNQUANTISED = (
 
 
 def _check_ignored(model: nn.Module, ignored: Mapping[str, nn.Parameter]) -> None:
-    """Check that parameters that belong to no FSDP module can stay in memory.
-
-    Raises:
-        UnsupportedError: If they cannot. The message names them.
-    """
+    """Check that parameters that belong to no FSDP module can stay in memory."""
 
     def of_adapter(name: str) -> bool:
         parts = name.split(".")
@@ -295,9 +290,6 @@ def _reject_quantized_modules(model: nn.Module) -> None:
     """Reject bitsandbytes modules, whose quantization state is not part of the parameter.
 
     `fully_shard` replaces the parameter with a DTensor and loses that state.
-
-    Raises:
-        UnsupportedError: If the model contains such a module. The message includes its name.
     """
     for name, module in model.named_modules():
         cls = torch_private.original_class(module)
@@ -309,11 +301,7 @@ def _reject_quantized_modules(model: nn.Module) -> None:
 
 
 def _reject_composite(member: Member) -> None:
-    """Reject a tensor subclass that consists of several tensors, such as a quantized weight.
-
-    Raises:
-        UnsupportedError: If the parameter is of such a type. The message includes its name.
-    """
+    """Reject a tensor subclass that consists of several tensors, such as a quantized weight."""
     local = torch_private.local_tensor(member.param)
     if hasattr(type(local), "__tensor_flatten__") and not isinstance(local, PagedShard):
         raise UnsupportedError(
@@ -323,11 +311,7 @@ def _reject_composite(member: Member) -> None:
 
 
 def _reject_mixed_dtypes(members: tuple[Member, ...]) -> None:
-    """Reject trainable parameters of different dtypes in one FSDP module. FSDP2 would only fail in the first forward.
-
-    Raises:
-        UnsupportedError: If the dtypes differ. The message includes a parameter of each dtype.
-    """
+    """Reject trainable parameters of different dtypes in an FSDP module. FSDP2 would only fail in the first forward."""
     of_dtype = {
         member.param.sharded_param.dtype: member.names[0]
         for member in members

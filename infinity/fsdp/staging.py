@@ -58,11 +58,6 @@ class GpuPrefetcher:
     `provide` allocates the slots. `stage` starts prefetching an FSDP module, and `copy_out` copies its shards out of
     the slot one after another. The slot becomes free after the last shard unless the FSDP module is kept. `drop`
     discards prefetched weights before they change. Only the training thread calls these methods.
-
-    Args:
-        layout: Pages of this rank.
-        pager: Pager that holds the pages.
-        device: Compute device.
     """
 
     def __init__(self, layout: Layout, pager: Pager, device: Device) -> None:

@@ -17,7 +17,6 @@ from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import Published, complete_checkpoints, published_in, read_manifest
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.resume_points import checkpoint_folders, with_resume_point
 from infinity.integrations.run_folders import (
     APART,
     before,
@@ -30,6 +29,7 @@ from infinity.integrations.run_folders import (
 )
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
+from infinity.store.marker import look_for_runs
 from infinity.units import MIB
 from infinity.untrusted_files import read_regular
 
@@ -86,24 +86,36 @@ class Record(NamedTuple):
         return place, record  # `infinity.offload` reports which checkpoints exist
 
     @classmethod
-    def newest(cls, folders: Sequence[Path], settings: Config, ranks: Ranks) -> tuple[Path, Record] | None:
-        """Return the first folder whose checkpoint exists, and its record. See `of_checkpoint`.
+    def newest(
+        cls, place: str | os.PathLike[str], prefix: str, settings: Config, ranks: Ranks
+    ) -> tuple[Path, Record] | None:
+        """Return the newest folder whose checkpoint exists, and its record, or None if there are no folders.
 
-        All ranks must call this method together, with the same arguments.
+        A warning lists newer folders. All ranks must call this method together, with the same arguments. See
+        `numbered_folders` and `of_checkpoint`.
 
         Raises:
-            CheckpointError: if a checkpoint cannot be read.
+            CheckpointError: if none of the folders has a checkpoint, or a checkpoint cannot be read.
         """
+        paths = ", ".join(settings.run.resume_paths or settings.storage.paths)
+        folders = ranks.on_first("looking for checkpoints", partial(numbered_folders, place, prefix))
         for folder in folders:
-            for place, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
+            for version, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
                 found = _belongs(record, settings, ranks)
                 if found is not None and found.get("token") == record.token:
-                    return place, record
+                    return version, record
+            if ranks.rank == 0:
+                _log.warning("%s is ignored, because its infinity checkpoint is not in %s", folder, paths)
+        if folders:
+            raise CheckpointError(
+                f"nothing to resume: no folder in {os.fspath(place)!r} refers to a checkpoint in {paths}; set "
+                "run.resume_paths to the paths of the run, or remove the folders to start a new run"
+            )
         return None
 
     def resumed(self, settings: Config) -> Config:
         """Return settings that resume a run from the checkpoint."""
-        return with_resume_point(settings, self.run_id, self.step)
+        return settings.with_values(**{"run.resume": self.run_id, "run.resume_step": self.step})
 
 
 class Checkpoints:
@@ -196,7 +208,7 @@ class Checkpoints:
         # A folder of the same step keeps its checkpoint.
         paged.save_checkpoint({_KEY: {"token": self._token, "folder": self._folder}} if again else None)
         paged.suspend()
-        return with_resume_point(paged.run.settings, paged.run.folder.run_id, paged.steps)
+        return Record(paged.run.folder.run_id, paged.steps, "").resumed(paged.run.settings)
 
     def export(self, folder: Path, **named: Any) -> list[Path]:
         """Write weights with `PagedOptimizer.save_pretrained`, and replace earlier weights in the folder.
@@ -304,7 +316,10 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
 
     def look() -> tuple[Path | None, list[Published]]:
         paths = settings.run.resume_paths or settings.storage.paths
-        checkpoints = checkpoint_folders(paths).get(record.run_id)
+        runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
+        # checkpoints are on the first path
+        roots = [run.roots[0] for run in runs if run.run_id == record.run_id and 0 in run.roots]
+        checkpoints = roots[-1] / "checkpoints" if roots else None
         found = [] if checkpoints is None else [name for name in published_in(checkpoints) if name.step == record.step]
         return checkpoints, found
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from infinity import torch_private
 from infinity.config import Config, load_config
 from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
@@ -181,8 +180,8 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         assert self.lightning_module is not None
         # After an earlier fit, the root may still be gathered, and the optimizer would get the gathered parameters.
         for module in self.lightning_module.modules():
-            if torch_private.is_sharded_module(module):
-                torch_private.reshard(module)
+            if isinstance(module, FSDPModule):
+                module.reshard()
         self.setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config, load_config
-from infinity.errors import CheckpointError, ConfigError, UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
 from infinity.integrations.resume_points import restore_settings, settings_of
 from infinity.optional_dependencies import needs
@@ -211,17 +211,9 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] | None:
     """Return the checkpoint to resume from. A collective call. Raises `ConfigError` or `CheckpointError`."""
-    ranks = Ranks.current()
     if step >= 0:
-        return Record.of_checkpoint(folder / f"step-{step}", settings, ranks)
-    there = ranks.on_first("looking for checkpoints", partial(numbered_folders, folder, "step-"))
-    found = Record.newest(there, settings, ranks)
-    if there and found is None:
-        raise CheckpointError(
-            f"{folder} contains checkpoint folders, but none of their infinity checkpoints is in storage.paths; set "
-            "run.resume_paths to the paths of the run, or remove the folder to start a new run"
-        )
-    return found
+        return Record.of_checkpoint(folder / f"step-{step}", settings, Ranks.current())
+    return Record.newest(folder, "step-", settings, Ranks.current())
 
 
 class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]

@@ -7,7 +7,8 @@ import errno
 import os
 import struct
 import warnings
-from dataclasses import dataclass
+
+from infinity.io.engine import DataFile
 
 DEFAULT_ALIGNMENT = 4096
 """Alignment, in bytes, that suffices for every drive and file system that does not report its own."""
@@ -20,16 +21,7 @@ _DIO_FIELDS = 152  # offset of stx_dio_mem_align and stx_dio_offset_align in str
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlignedFile:
-    """Descriptor of a file, and the requirements for transfers through it. See `DataFile`."""
-
-    fd: int
-    direct: bool
-    alignment: int
-
-
-def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
+def open_aligned(path: str, flags: int, mode: int = 0o600) -> DataFile:
     """Open `path` with O_DIRECT if its file system supports it. Otherwise open it buffered and emit a warning.
 
     Raises:
@@ -45,7 +37,7 @@ def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
     if alignment == 0:
         os.close(fd)
         return _open_buffered(path, flags, mode)
-    return AlignedFile(fd=fd, direct=True, alignment=alignment)
+    return DataFile(path, fd, True, alignment)
 
 
 def direct_alignment(fd: int) -> int:
@@ -67,11 +59,11 @@ def direct_alignment(fd: int) -> int:
     return int(max(memory, offset))
 
 
-def _open_buffered(path: str, flags: int, mode: int) -> AlignedFile:
+def _open_buffered(path: str, flags: int, mode: int) -> DataFile:
     warnings.warn(
         f"{path}: the file system does not support O_DIRECT, so transfers use the page cache, which needs memory and "
         "is slower. Set storage.paths to folders on a local drive with ext4 or XFS.",
         RuntimeWarning,
         stacklevel=4,
     )
-    return AlignedFile(fd=os.open(path, flags | os.O_CLOEXEC, mode), direct=False, alignment=1)
+    return DataFile(path, os.open(path, flags | os.O_CLOEXEC, mode), False, 1)

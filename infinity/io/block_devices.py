@@ -146,22 +146,6 @@ def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
     )
 
 
-def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
-    """Return the used fraction of a drive's rated lifetime, or ``None`` if sysfs does not report it.
-
-    Current kernels report it only for eMMC (``life_time``: two numbers in steps of 10%; 1 means up to 10%). Reading
-    the health log of an NVMe drive requires root.
-    """
-    try:
-        steps = [
-            int(field, 16) for field in (sysfs / "class/block" / drive.name / "device/life_time").read_text().split()
-        ]
-    except (OSError, ValueError):
-        return None
-    known = [step for step in steps if 1 <= step <= 11]
-    return max(known) / 10 if known else None
-
-
 def _block_name(number: int, sysfs: Path) -> str | None:
     """Return the drive for a device number, or ``None`` if there is none (tmpfs, overlay, btrfs: major 0)."""
     try:

@@ -14,31 +14,30 @@ from infinity.io.engine import CLOSE_SECONDS, DataFile, Op, Ticket
 
 
 class FileTable:
-    """Files that are open in an engine.
+    """Files that are open in an engine, which derives from this class.
 
     The operating system reuses a descriptor number as soon as it is closed. Therefore a request or a second `forget`
     for a file that is no longer in the table must be rejected; otherwise it would affect a different file.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._table_lock = threading.Lock()
         """Guards changes to `_files`. A single lookup needs no lock."""
         self._files: dict[int, DataFile] = {}
         """Open files by descriptor. Any thread may add and remove files."""
 
-    def open(self, path: str, *, create: bool) -> DataFile:
+    def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open `path` for reading and writing. With `create`, create it with mode 0600.
 
         Raises:
             StorageError: if the file cannot be opened.
         """
         try:
-            opened = open_aligned(path, os.O_RDWR | (os.O_CREAT if create else 0))
+            file = open_aligned(path, os.O_RDWR | (os.O_CREAT if create else 0))
         except OSError as error:
             raise StorageError("open", path, 0, 0, error.errno) from error
-        file = DataFile(path, opened.fd, opened.direct, opened.alignment)
-        with self._lock:
-            self._files[opened.fd] = file
+        with self._table_lock:
+            self._files[file.fd] = file
         return file
 
     def require(self, file: DataFile, op: Op | str, offset: int, length: int) -> None:
@@ -70,14 +69,14 @@ class FileTable:
             raise StorageError("sync", file.path, 0, 0, error.errno) from error
 
     def forget(self, file: DataFile) -> None:
-        """Close `file`. Does nothing if it is already closed."""
-        with self._lock:
+        """Close `file`, which has no requests in flight. Does nothing if it is already closed."""
+        with self._table_lock:
             if self._files.get(file.fd) is not file:
                 return
             del self._files[file.fd]
         os.close(file.fd)
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         """Close all open files."""
         for file in list(self._files.values()):
             self.forget(file)

@@ -1,18 +1,14 @@
 """One io_uring instance, accessed through raw system calls with `ctypes`.
 
 For the layout and the constants, see include/uapi/linux/io_uring.h. All methods must be called by the thread that
-created the ring. The kernel then processes completions only on that thread (DEFER_TASKRUN), never interrupts other
-threads, and never cancels requests because the submitting thread has ended.
+created the ring. The kernel then processes completions only on that thread (DEFER_TASKRUN, since Linux 6.1), never
+interrupts other threads, and never cancels requests because the submitting thread has ended.
 
 [Note: memory order] liburing accesses heads and tails with acquire and release semantics, but Python has only plain
-loads and stores. These are sufficient for submissions: without a kernel polling thread (SQPOLL, not used here), the
-kernel reads the submission queue only inside `enter`, on this thread, and a thread sees its own stores in order.
-
-For completions, plain loads are sufficient since kernel 6.1, because with DEFER_TASKRUN the kernel also writes
-completions inside `enter`, on this thread. Older kernels may write them at any time from another CPU: first the
-entry, then the tail. In that case the CPU must not reorder loads, which holds for x86-64. The interpreter does not
-reorder them either, because one call loads the tail and later calls load the entries. On other CPUs, `_setup` rejects
-such a kernel. An outdated tail is harmless: the next `reap` returns the missing completions.
+loads and stores. These are sufficient: without a kernel polling thread (SQPOLL, not used here), the kernel reads the
+submission queue only inside `enter`, on this thread. With DEFER_TASKRUN it also writes completions only there, and a
+thread sees its own loads and stores in order. Older kernels may write completions at any time from another CPU, so they
+are rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import struct
 
 from infinity.errors import InfinityError
@@ -38,10 +33,8 @@ FIXED_PIECES = 1024
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _SETUP_CLAMP, _SETUP_SINGLE_ISSUER, _SETUP_DEFER_TASKRUN = 1 << 4, 1 << 12, 1 << 13
 _ENTER_GETEVENTS = 1
-_FEAT_SINGLE_MMAP, _FEAT_NODROP, _FEAT_RW_CUR_POS = 1 << 0, 1 << 1, 1 << 3
-_NEEDED = _FEAT_SINGLE_MMAP | _FEAT_NODROP | _FEAT_RW_CUR_POS  # RW_CUR_POS, READ and WRITE were added in kernel 5.6
 _OFFSET_SQES = 0x10000000
-_REGISTER_BUFFERS, _REGISTER_BUFFERS2, _REGISTER_BUFFERS_UPDATE = 0, 15, 16
+_REGISTER_BUFFERS2, _REGISTER_BUFFERS_UPDATE = 15, 16
 _REGISTER_SPARSE = 1
 
 _TRIES = 1000
@@ -106,7 +99,7 @@ class Ring:
             of two and limits it to 32768.
 
     Raises:
-        RingRefusedError: if the kernel does not allow creating or using the ring, or is older than 5.6.
+        RingRefusedError: if the kernel does not allow creating or using the ring, or is older than 6.1.
     """
 
     def __init__(self, entries: int) -> None:
@@ -115,11 +108,9 @@ class Ring:
         """Capacity of the submission queue."""
         self._pending = 0
         """Number of pushed submissions that the kernel has not consumed. Changed by `push` and `enter`."""
-        self._sparse: bool | None = None
-        """``True`` if buffers can be registered one after the other. ``None`` until `register` has tried it."""
+        self._has_table = False
+        """``True`` if the empty table of registered buffers exists. Set by `register`."""
         try:
-            if params.features & _NEEDED != _NEEDED:
-                raise RingRefusedError(errno.ENOSYS)
             size = max(params.sq.array + 4 * params.sq_entries, params.cq.cqes + 16 * params.cq_entries)
             self._map = mmap.mmap(self._fd, size)
             self._sqes = mmap.mmap(self._fd, 64 * params.sq_entries, offset=_OFFSET_SQES)
@@ -199,23 +190,16 @@ class Ring:
     def register(self, first: int, pieces: list[tuple[int, int]]) -> None:
         """Pin memory as registered buffers, numbered from `first`. Each piece is (address, length).
 
-        Kernels before 5.19 accept only one call of this method.
-
         Raises:
-            OSError: EPERM or ENOMEM if the locked-memory limit is exceeded; EBUSY for a second call on an old kernel.
+            OSError: EPERM or ENOMEM if the locked-memory limit is exceeded.
         """
         vectors = (_Iovec * len(pieces))(*(_Iovec(address, length) for address, length in pieces))
-        if self._sparse is None:
-            sparse = struct.pack("=IIQQQ", FIXED_PIECES, _REGISTER_SPARSE, 0, 0, 0)
-            self._sparse = self._register(_REGISTER_BUFFERS2, sparse, len(sparse)) >= 0
-        if self._sparse:
-            update = struct.pack("=IIQQII", first, 0, ctypes.addressof(vectors), 0, len(pieces), 0)
-            done = self._register(_REGISTER_BUFFERS_UPDATE, update, len(update))
-        else:
-            done = self._register(_REGISTER_BUFFERS, vectors, len(pieces))
-        if done < 0 or (self._sparse and done < len(pieces)):
-            code = ctypes.get_errno() if done < 0 else errno.ENOMEM
-            raise OSError(code, os.strerror(code), "io_uring_register")
+        if not self._has_table:
+            self._register(_REGISTER_BUFFERS2, struct.pack("=IIQQQ", FIXED_PIECES, _REGISTER_SPARSE, 0, 0, 0))
+            self._has_table = True
+        update = struct.pack("=IIQQII", first, 0, ctypes.addressof(vectors), 0, len(pieces), 0)
+        if self._register(_REGISTER_BUFFERS_UPDATE, update) < len(pieces):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), "io_uring_register")
 
     def close(self) -> None:
         """Unmap the queues, unpin registered memory and close the ring."""
@@ -224,23 +208,20 @@ class Ring:
         self._sqes.close()
         os.close(self._fd)
 
-    def _register(self, opcode: int, argument: object, count: int) -> int:
-        return int(_syscall(_SYS_REGISTER, self._fd, opcode, argument, count))
+    def _register(self, opcode: int, argument: bytes) -> int:
+        done = int(_syscall(_SYS_REGISTER, self._fd, opcode, argument, len(argument)))
+        if done < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), "io_uring_register")
+        return done
 
 
 def _setup(entries: int) -> tuple[_Params, int]:
-    choices = [_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN]
-    if platform.machine() == "x86_64":  # for kernels before 6.1 [Note: memory order]
-        choices.append(_SETUP_CLAMP)
-    for flags in choices:
-        params = _Params(flags=flags)
-        fd = int(_syscall(_SYS_SETUP, entries, ctypes.byref(params)))
-        if fd >= 0:
-            return params, fd
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:
-            break
-    raise RingRefusedError(code)
+    params = _Params(flags=_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN)
+    fd = int(_syscall(_SYS_SETUP, entries, ctypes.byref(params)))
+    if fd < 0:
+        raise RingRefusedError(ctypes.get_errno())
+    return params, fd
 
 
 def _refusal(code: int) -> str:
@@ -253,9 +234,9 @@ def _refusal(code: int) -> str:
             pass
         return "probably blocked by the container's seccomp profile"
     if code == errno.ENOSYS:
-        return "the kernel does not support io_uring or is older than 5.6, or a seccomp profile blocks it"
-    if code == errno.EINVAL and platform.machine() != "x86_64":
-        return f"the kernel is older than 6.1 on {platform.machine()}, which reorders loads"
+        return "the kernel does not support io_uring, or a seccomp profile blocks it"
+    if code == errno.EINVAL:
+        return "the kernel is older than 6.1"
     if code == errno.ENOMEM:
         return "the locked-memory limit is too low, see ulimit -l"
     return os.strerror(code)

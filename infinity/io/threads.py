@@ -49,7 +49,7 @@ class _Chunk:
     stop: int
 
 
-class ThreadEngine:
+class ThreadEngine(FileTable):
     """Transfers chunks of at most `request_bytes` on `queue_depth` threads (at most 32), in order of submission.
 
     The number of threads is also the maximum number of chunks in flight. Life cycle: the engine is open after
@@ -59,8 +59,8 @@ class ThreadEngine:
     name = "threads"
 
     def __init__(self, queue_depth: int, request_bytes: int) -> None:
+        super().__init__()
         self._request_bytes = request_bytes
-        self._files = FileTable()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         """Chunks that no thread has taken yet, in order of submission. ``None`` ends one thread."""
         self._lock = threading.Lock()
@@ -74,10 +74,6 @@ class ThreadEngine:
         for thread in self._threads:
             thread.start()
 
-    def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open or create a file. See `Engine.open`."""
-        return self._files.open(path, create=create)
-
     def register(self, memory: memoryview) -> None:
         """Do nothing, because `preadv` and `pwritev` do not use registered memory."""
 
@@ -85,7 +81,7 @@ class ThreadEngine:
         """Queue a transfer. See `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         length, step = pinned.length, self._request_bytes
-        self._files.require(file, op, offset, length)
+        self.require(file, op, offset, length)
         ticket = Ticket(op, file.path, offset, length)
         request = _Request(ticket, file, pinned, memory.cast("B"), -(-length // step))
         with self._lock:
@@ -95,14 +91,6 @@ class ThreadEngine:
                 self._chunks.put(_Chunk(request, start, min(start + step, length)))
         return ticket
 
-    def sync(self, file: DataFile) -> None:
-        """Make completed writes durable. Raises `StorageError`."""
-        self._files.sync(file)
-
-    def forget(self, file: DataFile) -> None:
-        """Close a file that has no requests in flight."""
-        self._files.forget(file)
-
     def close(self) -> None:
         """Complete submitted requests, then end the threads and close the files. Idempotent. Raises `StallError`."""
         with self._lock:
@@ -111,7 +99,7 @@ class ThreadEngine:
                 for _ in self._threads:
                     self._chunks.put(None)
         join_threads(self._threads)
-        self._files.close()
+        self.close_files()
 
     def _run(self) -> None:
         while (chunk := self._chunks.get()) is not None:

@@ -70,7 +70,7 @@ class _Chunk:
     retries: int = 0  # number of interruptions
 
 
-class UringEngine:
+class UringEngine(FileTable):
     """Transfers chunks of at most `request_bytes` with io_uring, at most `queue_depth` per file at a time.
 
     The total number of chunks in flight is limited to `queue_depth` times `paths`, because a run has one file per
@@ -87,15 +87,11 @@ class UringEngine:
     name = "io_uring"
 
     def __init__(self, queue_depth: int, request_bytes: int, paths: int = 1, *, rings: int = RINGS) -> None:
-        self._files = FileTable()
+        super().__init__()
         try:
             self._rings = _open_rings(min(rings, queue_depth), queue_depth, request_bytes, paths)
         except RingRefusedError:  # a single ring may fit within the limits for locked memory and descriptors
             self._rings = _open_rings(1, queue_depth, request_bytes, paths)
-
-    def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open or create a file. See `Engine.open`."""
-        return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
         """Pin `memory` in the kernel, so that transfers do not have to look up its pages.
@@ -113,24 +109,16 @@ class UringEngine:
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Queue a transfer. See `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
-        self._files.require(file, op, offset, pinned.length)
+        self.require(file, op, offset, pinned.length)
         # Read without locks, because a ring with one request more is just as good a choice.
         return min(self._rings, key=lambda ring: ring.load(file)).submit(op, file, offset, pinned)
-
-    def sync(self, file: DataFile) -> None:
-        """Make completed writes durable. Raises `StorageError`."""
-        self._files.sync(file)
-
-    def forget(self, file: DataFile) -> None:
-        """Close a file that has no requests in flight."""
-        self._files.forget(file)
 
     def close(self) -> None:
         """Complete submitted requests, then close threads, rings and files. Idempotent. Raises `StallError`."""
         for ring in self._rings:
             ring.end()
         join_threads([ring.thread for ring in self._rings])
-        self._files.close()
+        self.close_files()
 
 
 def _open_rings(number: int, queue_depth: int, request_bytes: int, paths: int) -> list[RingThread]:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -36,34 +36,41 @@ _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: the memory is pinned for all devices of this process, not only for the current one."""
 
 
-class DeviceEvent(Protocol):
-    """Point on a stream, after all operations that were queued previously."""
+class DeviceEvent:
+    """Point on a stream, after all operations that were queued previously. This base class has always passed."""
 
     def passed(self) -> bool:
         """Return whether the device has reached the event, without blocking."""
+        return True
 
     def before(self, stream: Stream) -> None:
         """Make all operations that are queued on a stream from now on wait for the event, without blocking the host."""
 
 
-class Pinned(Protocol):
+class Pinned:
     """Host memory that may be registered with a device, so that copies to and from it are asynchronous."""
 
     @property
     def registered(self) -> bool:
         """``True`` if the memory is registered."""
+        return False
 
     def close(self) -> None:
         """Unregister the memory."""
 
 
-class Device(Protocol):
-    """Compute device. All methods are thread-safe."""
+class Device:
+    """Compute device. All methods are thread-safe.
 
-    name: torch.device
-    """The corresponding PyTorch device."""
-    asynchronous: bool
+    This base class is the CPU: it computes in host memory, copies synchronously, and has no streams (``None``).
+    """
+
+    asynchronous = False
     """``True`` if operations may return before they have completed."""
+
+    def __init__(self, name: torch.device) -> None:
+        self.name = name
+        """The corresponding PyTorch device."""
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread. The default in a new thread is the first device."""
@@ -76,21 +83,26 @@ class Device(Protocol):
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context manager that queues operations of the calling thread on a stream."""
+        return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
+        target.copy_(source)
 
     def take_copied(self) -> tuple[int, int]:
         """Return the number of bytes copied to the device and from it since the last call."""
+        return 0, 0
 
     def record_event(self, stream: Stream) -> DeviceEvent:
         """Record an event on a stream, after all operations that have been queued so far."""
+        return DeviceEvent()
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Prevent reuse of a tensor's memory until a stream has completed all operations that are queued now."""
 
     def spare_bytes(self) -> int:
         """Return the number of bytes of device memory for optional buffers, which is the free memory minus a margin."""
+        return 0
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register host memory. Emit a warning if registration fails.
@@ -99,73 +111,10 @@ class Device(Protocol):
             memory: Memory to register.
             piece: Size in bytes of the pieces into which the memory is divided. No piece spans two registrations.
         """
+        return Pinned()
 
 
-class _Passed:
-    """Event of a synchronous device. It has always passed."""
-
-    def passed(self) -> bool:
-        return True
-
-    def before(self, stream: Stream) -> None:
-        """Do nothing."""
-
-
-class _Unregistered:
-    @property
-    def registered(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class CpuDevice:
-    """The CPU as a compute device. Copies are synchronous, and there are no streams."""
-
-    asynchronous = False
-
-    def __init__(self, name: torch.device) -> None:
-        self.name = name
-
-    def enter_thread(self) -> None:
-        """Do nothing."""
-
-    def current(self) -> Stream:
-        """Return ``None``, because the CPU has no streams."""
-
-    def stream(self, purpose: str) -> Stream:
-        """Return ``None``, because the CPU has no streams."""
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing."""
-        return nullcontext()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy synchronously."""
-        target.copy_(source)
-
-    def take_copied(self) -> tuple[int, int]:
-        """Return zeros, because the CPU computes in host memory, and nothing is copied."""
-        return 0, 0
-
-    def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return an event that has passed."""
-        return _Passed()
-
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do nothing."""
-
-    def spare_bytes(self) -> int:
-        """Return 0, because the CPU computes in host memory."""
-        return 0
-
-    def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Leave the memory unregistered."""
-        return _Unregistered()
-
-
-class _StreamEvent:
+class _StreamEvent(DeviceEvent):
     __slots__ = ("_event",)
 
     def __init__(self, event: Any) -> None:
@@ -178,8 +127,11 @@ class _StreamEvent:
         stream.wait_event(self._event)
 
 
-class AcceleratorDevice:
-    """Any accelerator that PyTorch supports. Host memory is not registered, so copies do not overlap other work."""
+class AcceleratorDevice(Device):
+    """Any accelerator that PyTorch supports.
+
+    Host memory is not registered, because there is no common function for that, so copies do not overlap other work.
+    """
 
     asynchronous = True
 
@@ -248,10 +200,6 @@ class AcceleratorDevice:
         free, total = self._module.mem_get_info(self.name)
         return int(free), int(total)
 
-    def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Leave the memory unregistered, because there is no common function that registers memory for accelerators."""
-        return _Unregistered()
-
 
 class CudaDevice(AcceleratorDevice):
     """CUDA or ROCm GPU."""
@@ -275,7 +223,7 @@ class CudaDevice(AcceleratorDevice):
             return
 
 
-class _Registered:
+class _Registered(Pinned):
     """Host memory that is registered with CUDA in pieces. If registering one piece fails, all pieces are
     unregistered.
     """
@@ -315,7 +263,7 @@ def _error(cudart: Any, status: int) -> str:
         return f"error {status}"
 
 
-KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": CpuDevice, "cuda": CudaDevice}
+KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": Device, "meta": Device, "cuda": CudaDevice}
 """Device classes by device type. All other types use `AcceleratorDevice`. Operations on the meta device do nothing."""
 
 

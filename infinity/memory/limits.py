@@ -8,7 +8,6 @@ only until the memory is needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.memory.cgroups import groups
@@ -18,19 +17,11 @@ _MARGIN_BYTES, _MARGIN_PARTS = GIB, 10
 """Device memory to leave free: either this number of bytes, or 1/N of the total, whichever is larger."""
 
 
-@dataclass(frozen=True)
-class _Version:
-    """File names in one version of the cgroup interface."""
-
-    limits: tuple[str, ...]
-    usage: str
-    inactive: str
-
-
-_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version(
-    ("memory.max", "memory.high"), "memory.current", "inactive_file"
-)  # above `memory.high`, processes are throttled
+_FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # above `high`, processes are throttled
+}
+"""Names of the limits and of the usage, and the key in memory.stat, by version of the cgroup interface."""
 
 
 def device_margin(total: int) -> int:
@@ -55,13 +46,13 @@ def available_memory(root: Path = Path("/")) -> int:
     meminfo = _numbers((root / "proc/meminfo").read_text())
     available = meminfo["MemAvailable:"] * KIB
     for number, group in groups("memory", root):
-        version = _V1 if number == 1 else _V2
+        limits, usage, inactive = _FILES[number]
         try:
-            used = _number(group / version.usage)
-            used -= min(used, _numbers((group / "memory.stat").read_text()).get(version.inactive, 0))
+            used = _number(group / usage)
+            used -= min(used, _numbers((group / "memory.stat").read_text()).get(inactive, 0))
         except (OSError, ValueError):  # the root group of version 2 does not have these files
             continue
-        for name in version.limits:
+        for name in limits:
             try:
                 limit = _number(group / name)
             except (OSError, ValueError):  # the value is "max", or the file does not exist

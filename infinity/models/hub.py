@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,14 @@ from infinity.models.building import one_line
 from infinity.optional_dependencies import needs
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubOptions:
-    """Arguments to transformers' `from_pretrained` that select where files come from."""
-
-    revision: str | None = None
-    """Branch, tag or commit. ``None``: the main branch."""
-    subfolder: str = ""
-    """Subfolder of the model's folder that contains the files."""
-    cache_dir: str | os.PathLike[str] | None = None
-    """Cache for downloaded files. ``None``: the cache that the Hub's environment variables select."""
-    token: str | bool | None = None
-    """Token for models with restricted access. ``None``: the token stored by `hf auth login`."""
-    local_files_only: bool = False
-    """Whether to use only files that are already in the cache."""
-
-    def arguments(self, revision: str | None = None) -> dict[str, Any]:
-        """Return the options as keyword arguments for a transformers function.
-
-        Args:
-            revision: Fixed revision, which replaces a movable one such as a branch.
-        """
-        return {**vars(self), "revision": revision or self.revision}
-
-
 def find_config(
-    name: str | os.PathLike[str], options: HubOptions, *, trust_remote_code: bool, values: Mapping[str, Any]
+    name: str | os.PathLike[str], options: Mapping[str, Any], *, trust_remote_code: bool, values: Mapping[str, Any]
 ) -> Any:
     """Return the configuration of a pretrained model, of type `PreTrainedConfig`.
 
     Args:
         name: Folder, or model id on the Hub.
-        options: Where the files come from.
+        options: Arguments to transformers' `from_pretrained` that select where the files come from.
         trust_remote_code: Whether code that comes with the configuration may run.
         values: Values that override entries of the configuration file.
 
@@ -66,7 +41,7 @@ def find_config(
             os.fspath(name),
             trust_remote_code=trust_remote_code,
             return_unused_kwargs=True,
-            **options.arguments(),
+            **options,
             **values,
         )
     except Exception as error:  # the Hub or a malformed file may raise an exception of any type
@@ -84,24 +59,25 @@ def _where(name: str | os.PathLike[str]) -> str:
     return f"{os.fspath(name)!r} is not a folder and cannot be loaded from the Hub"
 
 
-def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions) -> Path:
+def find_weights(name: str | os.PathLike[str], config: Any, options: Mapping[str, Any]) -> Path:
     """Return the folder that contains a pretrained model's safetensors files. If `name` is a model id, download them
-    first.
+    first. See `find_config`.
 
     Raises:
         ConfigError: If there are no safetensors files, a file is malformed, or the weights are quantized.
     """
     check_not_quantized(config.to_dict(), os.fspath(name))
-    folder = Path(name) / options.subfolder if os.path.isdir(name) else _fetch(str(name), config, options)
+    folder = Path(name) / options.get("subfolder", "") if os.path.isdir(name) else _fetch(str(name), config, options)
     WeightFiles(folder)  # raises if a file is malformed
     return folder.absolute()
 
 
-def _fetch(name: str, config: Any, options: HubOptions) -> Path:
+def _fetch(name: str, config: Any, options: Mapping[str, Any]) -> Path:
     """Download all weight files of one commit into the cache, and return the folder that contains them."""
     from transformers.utils.hub import cached_file
 
-    arguments = options.arguments(getattr(config, "_checkpoint_hash", None))
+    # the same commit for all files, even if the revision is a branch
+    arguments = {**options, "revision": getattr(config, "_checkpoint_hash", None) or options.get("revision")}
     explicit = getattr(config, "transformers_weights", None)
     reason = ""
     for file in [str(explicit)] if explicit else [SINGLE, INDEX]:

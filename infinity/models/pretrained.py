@@ -11,10 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.errors import ConfigError
 from infinity.formats.adapters import base_model
+from infinity.formats.quantized import quantize_
 from infinity.fsdp.mesh import mesh as default_mesh
 from infinity.models.adapted import with_adapters
 from infinity.models.building import Dtype, build
-from infinity.models.hub import HubOptions, find_config, find_generation_config, find_weights
+from infinity.models.hub import find_config, find_generation_config, find_weights
 from infinity.models.sharding import shard
 from infinity.models.weight_source import note_weights
 
@@ -26,6 +27,7 @@ def from_config(
     *,
     auto_class: type | str | None = None,
     adapters: Any = None,
+    quantization: Any = None,
     dtype: Dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
@@ -47,6 +49,9 @@ def from_config(
             Default: the architecture that the configuration specifies.
         adapters: A `PeftConfig`, such as `peft.LoraConfig`. The model is passed to `get_peft_model` before it is
             sharded, and the resulting `PeftModel`, whose base model is frozen, is returned.
+        quantization: Weight-only configuration of torchao, such as ``torchao.quantization.Int8WeightOnlyConfig()``. The
+            weights of all linear layers except the head are frozen and quantized (see `quantize_`) when `offload` reads
+            them from pretrained weights.
         dtype: Dtype in which the parameters are trained. ``"auto"``: the dtype in the configuration.
         mp_policy: FSDP2 mixed precision policy. Default: bf16 for gathered weights and computation, fp32 for
             reductions. With ``MixedPrecisionPolicy()``, the model computes in `dtype`.
@@ -63,10 +68,11 @@ def from_config(
 
     Raises:
         ConfigError: If the class does not exist, the model cannot be built from the configuration, the model is
-            quantized or requires remote code that is not trusted, or peft cannot add the adapters.
+            quantized already or requires remote code that is not trusted, peft cannot add the adapters, or torchao
+            cannot quantize a layer.
         UnsupportedError: If `fully_shard` does not support a parameter, or the model does not support activation
             checkpointing.
-        MissingPackageError: If transformers is not installed, or if `adapters` is passed and peft is not installed.
+        MissingPackageError: If transformers, or a package that `adapters` or `quantization` needs, is not installed.
 
     Example::
 
@@ -81,6 +87,8 @@ def from_config(
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
+    if quantization is not None:
+        quantize_(model, quantization)
     if adapters is not None:
         model = with_adapters(model, adapters)
     chosen = default_mesh() if mesh is None else mesh
@@ -100,6 +108,7 @@ def from_pretrained(
     *,
     auto_class: type | str | None = None,
     adapters: Any = None,
+    quantization: Any = None,
     dtype: Dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
@@ -128,6 +137,7 @@ def from_pretrained(
             `HF_HUB_OFFLINE`. Pickle files are not supported.
         auto_class: See `infinity.from_config`.
         adapters: See `infinity.from_config`.
+        quantization: See `infinity.from_config`.
         dtype: See `infinity.from_config`.
         mp_policy: See `infinity.from_config`.
         mesh: See `infinity.from_config`.
@@ -158,15 +168,17 @@ def from_pretrained(
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         >>> optimizer = infinity.offload(model, optimizer, {"storage": {"paths": ["/nvme0/run"]}})
     """
-    options = HubOptions(
-        revision=revision, subfolder=subfolder, cache_dir=cache_dir, token=token, local_files_only=local_files_only
-    )
+    options = {
+        "revision": revision, "subfolder": subfolder, "cache_dir": cache_dir, "token": token,
+        "local_files_only": local_files_only,
+    }  # fmt: skip
     config = find_config(name_or_folder, options, trust_remote_code=trust_remote_code, values=config_values)
     weights = find_weights(name_or_folder, config, options)
     model = from_config(
         config,
         auto_class=auto_class,
         adapters=adapters,
+        quantization=quantization,
         dtype=dtype,
         mp_policy=mp_policy,
         mesh=mesh,

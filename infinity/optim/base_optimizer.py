@@ -15,9 +15,9 @@ from infinity import torch_private
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.optim.kernel import MODES, Own, UpdateKernel
 from infinity.optim.multi_optimizer import name_of, parts
-from infinity.optim.optimizer_clone import attributes, content, is_plain
+from infinity.optim.optimizer_clone import attributes, content, is_plain, settings_of
 from infinity.optim.parameters_in_memory import ParametersInMemory
-from infinity.optim.update import same_setting, snapshot
+from infinity.optim.update import same_setting
 
 NO_ENTRIES = (
     "entries of an offloaded optimizer's state cannot be set or removed; write to its tensors, for example "
@@ -34,7 +34,6 @@ class BaseOptimizer:
     Args:
         optimizer: optimizer that was passed to `infinity.offload`.
         parameters: model parameters, indexed by shard.
-        kernel: update kernel created from the optimizer.
         ignored: parameters that `fully_shard` ignores, by name.
         in_memory: shards of the FSDP modules that stay in memory.
     """
@@ -66,7 +65,7 @@ class BaseOptimizer:
         self._fixed: list[Any] = []  # attributes of each combined optimizer at `hand_over`
         self._state: object = None  # `state` attribute of the base optimizer since `hand_over`
         # Group settings and attributes when the first gradient of this step arrived; None before.
-        self._noted: tuple[list[dict[str, Any]], Own] | None = None
+        self.noted: tuple[list[dict[str, Any]], Own] | None = None
         # Group settings of the checkpoint until the first step, and whether there was a scheduler when they were
         # restored; None in a new run.
         self._resumed: tuple[list[dict[str, Any]], bool] | None = None
@@ -109,7 +108,7 @@ class BaseOptimizer:
             # Looked up here, because groups may have been replaced
             group = self.optimizer.param_groups[self._group_numbers[shard]]
             if id(group) not in fixed:
-                fixed[id(group)] = snapshot(group)
+                fixed[id(group)] = settings_of(group)
             found[shard] = fixed[id(group)]
         return found
 
@@ -130,7 +129,7 @@ class BaseOptimizer:
             UnsupportedError: if a setting or an attribute cannot be copied.
         """
         for group in self.optimizer.param_groups:
-            snapshot(group)
+            settings_of(group)
         self.kernel.own()
 
     def note_settings(self) -> None:
@@ -140,20 +139,16 @@ class BaseOptimizer:
             InfinityError: if the optimizer is in a mode in which it cannot step.
             UnsupportedError: under the same conditions as `check`.
         """
-        if self._noted is None:
+        if self.noted is None:
             self.check()
             self.kernel.check_steps()
-            self._noted = self._settings(), self.kernel.own()
-
-    def forget_settings(self) -> None:
-        """Discard the recorded settings at the end of a step."""
-        self._noted = None
+            self.noted = self._settings(), self.kernel.own()
 
     def changed_setting(self) -> str:
         """Return a description of the first setting or attribute that changed since `note_settings`, or ""."""
-        if self._noted is None:
+        if self.noted is None:
             return ""
-        groups, own = self._noted
+        groups, own = self.noted
         for before, now in zip(groups, self.optimizer.param_groups, strict=False):
             if changed := _changed(before, now):
                 return changed
@@ -201,7 +196,7 @@ class BaseOptimizer:
         return ""
 
     def _settings(self) -> list[dict[str, Any]]:
-        return [snapshot(group) for group in self.optimizer.param_groups]
+        return [settings_of(group) for group in self.optimizer.param_groups]
 
     # Replaced attributes #
 

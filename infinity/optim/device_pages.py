@@ -30,7 +30,6 @@ class DevicePages:
     """GPU copies of the pages of the FSDP module that is being updated. The update thread calls all methods.
 
     Args:
-        layout: pages of this rank.
         device: GPU that updates the pages.
         pager: waits for the GPU.
     """
@@ -74,10 +73,6 @@ class DevicePages:
         """Start copying the pages of a range to the GPU, and return the copies for use in `on_stream`.
 
         GPU-resident pages are returned as they are.
-
-        Args:
-            access: page access of the range.
-            contents: bytes of the pages.
 
         Raises:
             StallError: if the GPU does not respond.

@@ -28,8 +28,6 @@ class GradientFetcher:
     used in place.
 
     Args:
-        layout: pages of this rank.
-        device: device that holds the gradients.
         pager: waits for the device.
     """
 

@@ -52,10 +52,8 @@ class FullParameters:
     The update thread calls `meet`, `gather` and `own`. Call `close` after this thread has stopped.
 
     Args:
-        layout: pages of this rank.
         slices: this rank's slices of parameters that are updated as full parameters and shared with other ranks, by
             shard.
-        ranks: communication between ranks.
         failure: returns the error if the run has failed, which ends all waits; otherwise, returns ``None``.
         exchanging: returns a context in which each exchange runs; an exchange lasts until the slowest rank has joined.
         timeout: time limit in seconds for an exchange after the run has ended.
@@ -70,7 +68,7 @@ class FullParameters:
         exchanging: Callable[[], AbstractContextManager[None]],
         timeout: float,
     ) -> None:
-        self._layout, self._slices, self._ranks = layout, slices, ranks
+        self._layout, self._slices, self.ranks = layout, slices, ranks
         self._failure, self._exchanging = failure, exchanging
         # Time limits for an exchange in seconds: after the end of the run, and currently (lowered by `end`)
         self._timeout, self._patience = timeout, math.inf
@@ -92,13 +90,6 @@ class FullParameters:
         for group in {slice_.group for slice_ in self._slices.values()}:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-
-    def on_any_rank(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank. All ranks must agree on values that affect the order of updates.
-
-        Only the training thread calls this.
-        """
-        return any(self._ranks.collect(value))
 
     def meet(self, shard: int, step: int) -> None:
         """Check that all ranks that share a parameter are about to update it in the same step.
@@ -122,7 +113,6 @@ class FullParameters:
         """Return the gradient, the master weights or a state of the full parameter as a flat tensor.
 
         Args:
-            shard: index of the shard.
             values: this rank's elements of the gradient, master weights or state.
 
         Raises:
@@ -175,7 +165,6 @@ def open_slices(shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks)
 
     Args:
         shared: the ranks that share a parameter, and this rank's index among them, by shard.
-        ranks: communication between ranks.
 
     Returns:
         The slices by shard. `FullParameters.close` closes the groups.

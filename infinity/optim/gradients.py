@@ -66,10 +66,7 @@ CLOSED = "the gradient of {name} was released when the optimizer was closed"
 
 
 class OneGradient:
-    """One gradient of a shard, which user code accesses through a `PagedGradient`. Only the training thread uses it.
-
-    See `infinity.fsdp.gradient.Gradient` for the methods.
-    """
+    """One gradient of a shard, which user code accesses through a `PagedGradient`. Only the training thread uses it."""
 
     __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
 
@@ -84,37 +81,115 @@ class OneGradient:
         self.arriving = False  # true from FSDP2's accumulation until all hooks, including the user's, have run
         self.gone = ""  # reason why it is unavailable, with {name} for the parameter; empty while available
 
-    def __repr__(self) -> str:
-        return self.owner.name(self.shard)
+    @property
+    def name(self) -> str:
+        return f"the gradient of {self.owner.name(self.shard)}"
 
-    def load(self) -> torch.Tensor:
-        """Return the elements in the local shape."""
-        return self.owner.load(self).view(self.shape)
+    def check(self) -> None:
+        """Check that a gradient is available, and note that it was read.
 
-    def replace(self, values: torch.Tensor) -> None:
-        """Replace the elements."""
-        self.owner.replace(self, values)
-
-    def clear(self) -> None:
-        """Replace the elements with zeros."""
-        self.owner.clear(self)
-
-    def record(self, edit: Edit) -> None:
-        """Record an edit to apply the next time the elements are read."""
-        self.owner.record(self, edit)
+        Raises:
+            InfinityError: if it was consumed or dropped.
+        """
+        if self.gone:
+            raise InfinityError(self.gone.format(name=self.owner.name(self.shard)))
+        self.owner.looked_at = True
 
     def add(self, values: torch.Tensor) -> bool:
-        """Add a gradient that FSDP2 has just reduced. Return ``False``, without adding, for any other tensor."""
-        return self.owner.add(self, values)
+        """Take over a gradient that FSDP2 adds to `p.grad` in backward, before it calls hooks.
+
+        Returns:
+            ``True`` if FSDP2 is adding the gradient. If other code is adding, the addition is an ordinary edit.
+
+        Raises:
+            InfinityError: if the gradient was consumed by its update in backward or by `step()`.
+        """
+        if not torch_private.in_backward() or self.arriving:
+            return False
+        if self.gone == USED_IN_BACKWARD:
+            layout = self.owner._layout
+            fsdp_module = layout.fsdp_modules[layout.shards[self.shard].fsdp_module].name
+            raise InfinityError(SECOND.format(fsdp_module=fsdp_module))
+        if self.gone:
+            self.check()
+        if self.zero:
+            values.add_(0.0)  # adding to stored zeros would also turn -0 into 0
+        self.arriving = True
+        self.owner._hold(self, values)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End the run on all ranks with `error`. Without an open run, do nothing."""
+        if not self.owner._closed:
+            self.owner._pager.fail(error)
+
+    def load(self) -> torch.Tensor:
+        """Return the elements: the held tensor itself, or a copy of the stored elements."""
+        self.check()
+        if self.held is not None and not self.stored:
+            return self.held
+        if self.held is not None:
+            self.owner.close_arrivals()
+        owner, layout = self.owner, self.owner._layout
+        placed = layout.shards[self.shard]
+        segment, device = layout.segments[placed.segment], owner._parameters[self.shard].device
+        if self.zero:
+            return torch.zeros(self.shape, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
+        pages = segment.grad_pages[: owner.components[placed.fsdp_module]]
+        components = [
+            torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
+        ]
+        for component, of_component in zip(components, pages, strict=True):
+            for page, first, last in overlapping(of_component, placed.start, placed.start + placed.spec.numel):
+                with owner._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+                    part = section(content, page, layout, first, last)
+                    component[first - placed.start : last - placed.start] = part
+        flat = gradient_of(segment.format, components)
+        for edit in self.edits:
+            edit(flat)
+        return flat.to(device).view(self.shape)
+
+    def save(self, content: torch.Tensor) -> None:
+        """Replace the elements. If `step()` has consumed the gradient, this begins a new one."""
+        if self.held is content:
+            return
+        self._restart()
+        if self.held is not None and not self.stored:
+            self.held.copy_(content.view(self.shape))
+            return
+        self.held = None
+        self.owner._write(self, content.reshape(-1))
+
+    def clear(self) -> None:
+        """Replace the elements with zeros, which are not stored."""
+        self._restart()
+        self.owner._unstore(self)
+        self.held, self.zero, self.edits, self.length = None, True, [], None
+        self.arriving = False
+        self.owner.changed = True
+
+    def _restart(self) -> None:
+        if self.gone in (USED_BY_STEP, CUT_OFF) and self.owner._current.get(self.shard) is self:
+            self.gone = ""
+        else:
+            self.check()
+
+    def record(self, edit: Edit) -> None:
+        """Apply an edit immediately if the elements are held, otherwise the next time they are read."""
+        self.check()
+        if self.held is not None and self.stored:
+            self.owner.close_arrivals()
+        if self.held is not None:
+            edit(self.held)
+            return
+        self.edits.append(edit)
+        if len(self.edits) > _MOST_EDITS:
+            self.owner._write(self, self.load().reshape(-1))
 
     def norm(self) -> torch.Tensor | None:
         """Return the 2-norm, or ``None`` if it is unknown."""
-        self.owner.check(self)
+        self.check()
         return None if self.held is not None or self.edits else self.length
-
-    def fail(self, error: Exception) -> None:
-        """End the run on all ranks with `error`."""
-        self.owner.fail(error)
 
     @property
     def there(self) -> bool:
@@ -135,13 +210,6 @@ class Gradients:
     of the FSDP module in backward, depending on the update schedule. The training thread calls all methods.
 
     Args:
-        layout: pages of this rank.
-        pager: provides access to pages.
-        device: compute device.
-        planner: provides the update schedule.
-        updates: running and pending updates.
-        recording: events of the current step.
-        ledger: records times.
         parameters: paged parameters, by shard.
     """
 
@@ -171,7 +239,8 @@ class Gradients:
         self._current: dict[int, OneGradient] = {}
         # Stored gradients, by FSDP module (in order of arrival) and by shard
         self._stored: dict[int, dict[int, OneGradient]] = {}
-        self._components: dict[int, int] = {}  # number of stored components by FSDP module; it never decreases
+        self.components: dict[int, int] = {}
+        """Number of stored components by FSDP module. It never decreases."""
         self.looked_at = False
         """``True`` if anything but the update has read a gradient since the last step."""
         self.changed = False
@@ -206,18 +275,8 @@ class Gradients:
         """Return the name of a parameter."""
         return self._layout.shards[shard].spec.name
 
-    def check(self, gradient: OneGradient) -> None:
-        """Check that a gradient is available, and note that it was read.
-
-        Raises:
-            InfinityError: if it was consumed or dropped.
-        """
-        if gradient.gone:
-            raise InfinityError(gradient.gone.format(name=self.name(gradient.shard)))
-        self.looked_at = True
-
     def _is_current(self, shard: int, local: torch.Tensor) -> bool:
-        return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self._current.get(shard)
+        return isinstance(local, PagedGradient) and local.is_whole and local.handle is self._current.get(shard)
 
     # Arrival #
 
@@ -225,7 +284,6 @@ class Gradients:
         """Take over the gradient in `p.grad` after it was reduced and the user's hooks have run.
 
         Args:
-            shard: index of the shard.
             local: local gradient with the shape of the shard and the dtype of the parameter; ``None`` if it was
                 dropped.
 
@@ -292,7 +350,7 @@ class Gradients:
             if copied:
                 arrived = (self._device.record_event(self._device.current()),)
             if in_backward:
-                self._recording.gradients(fsdp_module, self._components.get(fsdp_module, 1))
+                self._recording.gradients(fsdp_module, self.components.get(fsdp_module, 1))
                 # This may raise an error, in which case the gradients remain available
                 self._updates.begin_in_backward(fsdp_module, grads, arrived)
                 for gradient in arrivals.values():
@@ -316,102 +374,12 @@ class Gradients:
         self._hold(gradient, values)
         return gradient
 
-    def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
-        """Take over a gradient that FSDP2 adds to `p.grad` in backward, before it calls hooks.
-
-        Returns:
-            ``True`` if FSDP2 is adding the gradient. If other code is adding, the addition is an ordinary edit.
-
-        Raises:
-            InfinityError: if the gradient was consumed by its update in backward or by `step()`.
-        """
-        if not torch_private.in_backward() or gradient.arriving:
-            return False
-        if gradient.gone == USED_IN_BACKWARD:
-            fsdp_module = self._layout.fsdp_modules[self._layout.shards[gradient.shard].fsdp_module].name
-            raise InfinityError(SECOND.format(fsdp_module=fsdp_module))
-        if gradient.gone:
-            self.check(gradient)
-        if gradient.zero:
-            values.add_(0.0)  # adding to stored zeros would also turn -0 into 0
-        gradient.arriving = True
-        self._hold(gradient, values)
-        return True
-
     def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
         if gradient.held is not None:
             self.close_arrivals()
         gradient.held, gradient.zero = values, False
         self.changed = True
         self._note_arrival(gradient)
-
-    def fail(self, error: Exception) -> None:
-        """End the run on all ranks with `error`. Without an open run, do nothing."""
-        if not self._closed:
-            self._pager.fail(error)
-
-    def load(self, gradient: OneGradient) -> torch.Tensor:
-        """Return the elements: the held tensor itself, or a copy of the stored elements."""
-        self.check(gradient)
-        if gradient.held is not None and not gradient.stored:
-            return gradient.held
-        if gradient.held is not None:
-            self.close_arrivals()
-        placed = self._layout.shards[gradient.shard]
-        segment = self._layout.segments[placed.segment]
-        device = self._parameters[gradient.shard].device
-        if gradient.zero:
-            return torch.zeros(placed.spec.numel, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
-        pages = segment.grad_pages[: self._components[placed.fsdp_module]]
-        components = [
-            torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
-        ]
-        for component, of_component in zip(components, pages, strict=True):
-            for page, first, last in overlapping(of_component, placed.start, placed.start + placed.spec.numel):
-                with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
-                    part = section(content, page, self._layout, first, last)
-                    component[first - placed.start : last - placed.start] = part
-        flat = gradient_of(segment.format, components)
-        for edit in gradient.edits:
-            edit(flat)
-        return flat.to(device)
-
-    def replace(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        """Replace the elements. If `step()` has consumed the gradient, this begins a new one."""
-        if gradient.held is values:
-            return
-        self._restart(gradient)
-        if gradient.held is not None and not gradient.stored:
-            gradient.held.copy_(values)
-            return
-        gradient.held = None
-        self._write(gradient, values.reshape(-1))
-
-    def clear(self, gradient: OneGradient) -> None:
-        """Replace the elements with zeros, which are not stored."""
-        self._restart(gradient)
-        self._unstore(gradient)
-        gradient.held, gradient.zero, gradient.edits, gradient.length = None, True, [], None
-        gradient.arriving = False
-        self.changed = True
-
-    def _restart(self, gradient: OneGradient) -> None:
-        if gradient.gone in (USED_BY_STEP, CUT_OFF) and self._current.get(gradient.shard) is gradient:
-            gradient.gone = ""
-        else:
-            self.check(gradient)
-
-    def record(self, gradient: OneGradient, edit: Edit) -> None:
-        """Apply an edit immediately if the elements are held, otherwise the next time they are read."""
-        self.check(gradient)
-        if gradient.held is not None and gradient.stored:
-            self.close_arrivals()
-        if gradient.held is not None:
-            edit(gradient.held)
-            return
-        gradient.edits.append(edit)
-        if len(gradient.edits) > _MOST_EDITS:
-            self._write(gradient, self.load(gradient).reshape(-1))
 
     # Operations on all gradients #
 
@@ -466,14 +434,14 @@ class Gradients:
             if gradient.gone == USED_BY_STEP:
                 raise InfinityError(USED_TWICE.format(name=self.name(shard)))
             if gradient.gone == CUT_OFF:
-                self.check(gradient)
+                gradient.check()
 
     def _drop(self, shard: int) -> None:
         gradient = self._current.get(shard)
         if gradient is None:
             return
         if gradient.gone == USED_IN_BACKWARD:
-            self.check(gradient)
+            gradient.check()
         if gradient.there:
             self.looked_at = True
         self._unstore(gradient)
@@ -493,12 +461,7 @@ class Gradients:
         """Store gradients whose elements are all zero, so that updates use them."""
         for gradient in list(self._current.values()):
             if gradient.zero:
-                self._write(gradient, self.load(gradient))
-
-    @property
-    def components(self) -> Mapping[int, int]:
-        """Number of stored gradient components by FSDP module."""
-        return self._components
+                self._write(gradient, gradient.load().reshape(-1))
 
     def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
         """End all gradients because a step consumes them.
@@ -525,7 +488,7 @@ class Gradients:
 
     def _discard(self, fsdp_module: int) -> None:
         for segment in self._layout.fsdp_module_segments[fsdp_module]:
-            for pages in self._layout.segments[segment].grad_pages[: self._components[fsdp_module]]:
+            for pages in self._layout.segments[segment].grad_pages[: self.components[fsdp_module]]:
                 self._pager.discard([page.index for page in pages])
 
     # Pages #
@@ -536,12 +499,12 @@ class Gradients:
         stored = self._stored.pop(fsdp_module, {})
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-            before = self._components.get(fsdp_module, 1)
+            before = self.components.get(fsdp_module, 1)
             components = max(
                 before, self._components_of(fsdp_module, totals, added=any(shard in stored for shard in totals))
             )
             self._recording.gradients(fsdp_module, components)
-            self._components[fsdp_module] = components
+            self.components[fsdp_module] = components
             accesses = store_gradient_accesses(
                 self._layout, fsdp_module, stored=before if stored else 0, components=components
             )
@@ -578,7 +541,7 @@ class Gradients:
         ]
         if not divided:
             return 1
-        if added or (self._device.asynchronous and self._summed) or self._components.get(fsdp_module) == len(HALVES):
+        if added or (self._device.asynchronous and self._summed) or self.components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
         # Sum on the device, so that the host waits only once
         return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
@@ -671,7 +634,7 @@ class Gradients:
         self._updates.run_pending(fsdp_module)
         self._add_components(fsdp_module, self._components_of(fsdp_module, {shard: values}, added=False))
         components = gradient_components(segment.format, values)
-        for pages, component in zip(segment.grad_pages[: self._components[fsdp_module]], components, strict=False):
+        for pages, component in zip(segment.grad_pages[: self.components[fsdp_module]], components, strict=False):
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
                     part = component[first - placed.start : last - placed.start]
@@ -681,7 +644,7 @@ class Gradients:
 
     def _add_components(self, fsdp_module: int, components: int) -> None:
         """Increase the number of stored components of an FSDP module's gradients. New components are zero."""
-        before = self._components[fsdp_module]
+        before = self.components[fsdp_module]
         if components <= before:
             return
         for segment in self._layout.fsdp_module_segments[fsdp_module]:
@@ -689,7 +652,7 @@ class Gradients:
                 for page in pages:
                     with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                         section(content, page, self._layout, page.start, page.stop).zero_()
-        self._components[fsdp_module] = components
+        self.components[fsdp_module] = components
         self._recording.widen(fsdp_module, components)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:

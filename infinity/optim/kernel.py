@@ -100,9 +100,6 @@ class UpdateKernel:
 
     `infinity.optim.slicing_check.make_kernel` verifies that the optimizer can be run in this way.
 
-    Args:
-        optimizer: optimizer to copy.
-
     Raises:
         UnsupportedError: if an attribute of the optimizer cannot be copied.
     """
@@ -140,17 +137,14 @@ class UpdateKernel:
         self._objects_now: dict[str, Any] = {}  # copies of `_objects`; empty until their contents change
         self.layouts: dict[tuple[int, torch.dtype, int], StateSpec] = {}
         """State layouts by param group number, dtype and number of dimensions."""
+        groups = enumerate(optimizer.param_groups)
+        self._numbers = {id(param): number for number, group in groups for param in group["params"]}
 
-    def discover(self, param: torch.Tensor, group: Mapping[str, Any]) -> StateSpec:
-        """Return the state layout of a parameter in a param group."""
-        number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
-        return self.layouts[number, param.dtype, param.ndim]
+    def discover(self, param: torch.Tensor) -> StateSpec:
+        """Return the state layout of a parameter."""
+        return self.layouts[self._numbers[id(param)], param.dtype, param.ndim]
 
     # State created by the constructor #
-
-    def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has taken steps, i.e. has state that its constructor did not create."""
-        return any(optimizer.state.values()) and not self.builds
 
     def _makes_its_state(self) -> bool:
         """Return whether the existing state equals the state of a new optimizer."""
@@ -249,7 +243,7 @@ class UpdateKernel:
         ]
 
     def restore_own(self, own: Own) -> None:
-        """Restore attribute values from a checkpoint."""
+        """Restore attribute values from a checkpoint, or after a step."""
         there = vars(self._optimizer)
         there.update({name: in_place_of(there.get(name), value) for name, value in own.items()})
 
@@ -266,21 +260,6 @@ class UpdateKernel:
         before = content([[settings_of(group) for group in clock.param_groups], attributes(clock)])
         getattr(clock, method)(*args, **named)
         return bool(before != content([[settings_of(group) for group in clock.param_groups], attributes(clock)]))
-
-    def switch(self, method: str) -> None:
-        """Apply one of `MODES` to the param groups and attributes of the optimizer."""
-        own = {name: copied(value) for name, value in self.plain_own()}
-        self.switch_values(self._optimizer.param_groups, own, method)
-        there = vars(self._optimizer)
-        there.update({name: in_place_of(there[name], value) for name, value in own.items()})
-
-    def switch_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any], method: str) -> None:
-        """Apply one of `MODES` to param groups, and to the attribute values in `own`."""
-        clock = self._clock(groups, own)
-        getattr(clock, method)()
-        own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
-        for group, after in zip(groups, clock.param_groups, strict=True):
-            group.update({key: in_place_of(group.get(key), value) for key, value in settings_of(after).items()})
 
     def check_steps(self) -> None:
         """Check that the optimizer is in a mode in which it can step.
@@ -314,24 +293,24 @@ class UpdateKernel:
 
     # Updates #
 
-    def advance(self) -> None:
-        """Advance the values in param groups and attributes that a step changes.
+    def advance(self, method: str = "") -> None:
+        """Advance the values in param groups and attributes that a step, or one of `MODES`, changes.
 
-        Call this once per step, after all updates of the step have received their settings.
+        For a step, call this once, after all updates of the step have received their settings.
         """
-        if self.advancing or self.advancing_own:
+        if method or self.advancing or self.advancing_own:
             own = {name: copied(value) for name, value in self.plain_own()}
-            self.advance_values(self._optimizer.param_groups, own)
-            there = vars(self._optimizer)
-            there.update({name: in_place_of(there[name], own[name]) for name in self.advancing_own})
+            self.advance_values(self._optimizer.param_groups, own, method)
+            self.restore_own(own if method else {name: own[name] for name in self.advancing_own})
 
-    def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
-        """Advance values in param groups, and the attribute values in `own`, as one step would."""
+    def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any], method: str = "") -> None:
+        """Advance values in param groups, and the attribute values in `own`, as one step or one of `MODES` would."""
         clock = self._clock(groups, own)
-        torch_private.unhooked_step(clock)()
+        getattr(clock, method)() if method else torch_private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
         for group, after in zip(groups, clock.param_groups, strict=True):
-            group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})
+            changed = [key for key in after if key != "params" and (method or key in self.advancing)]
+            group.update({key: in_place_of(group.get(key), after[key]) for key in changed})
 
     def _apply(self, own: Own) -> None:
         if self.advancing_own:

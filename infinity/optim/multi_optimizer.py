@@ -23,9 +23,6 @@ class Optimizers(torch.optim.Optimizer):
     The param groups are the optimizers' own dictionaries, so that schedulers of each optimizer keep working. The
     setting `OWNER` is added to each group.
 
-    Args:
-        optimizers: optimizers to combine.
-
     Raises:
         UnsupportedError: if the list is empty, an item is not an optimizer, two optimizers share a parameter, or an
             optimizer has hooks or overrides `zero_grad`, which would not be called.

@@ -105,8 +105,24 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a param group's settings that shares no mutable values with the group."""
-    return {key: copied(value) for key, value in group.items() if key != "params"}
+    """Return a copy of a param group's settings that later in-place changes do not affect.
+
+    Raises:
+        UnsupportedError: if a setting cannot be copied.
+    """
+    return {key: _fixed(key, value) for key, value in group.items() if key != "params"}
+
+
+def _fixed(key: str, value: Any) -> Any:
+    if isinstance(value, tuple | list) and all(isinstance(item, float | int | str) for item in value):
+        return value if type(value) is tuple else copy.copy(value)  # such as betas, or the names of all parameters
+    try:
+        return copied(value)
+    except Exception as error:
+        raise UnsupportedError(
+            f"setting {key} of type {type(value).__name__} in a param group cannot be copied, but updates need a copy "
+            f"of the settings at the time of the step: {error}"
+        ) from error
 
 
 def copied(value: Any) -> Any:
@@ -136,16 +152,12 @@ class Template:
 
     Parameters that attributes of the optimizer reference are replaced with parameters that have a single element.
 
-    Args:
-        optimizer: optimizer to copy.
-
     Raises:
         UnsupportedError: if an attribute cannot be copied, or if updates depend on an attribute that is a module or a
             large tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._class = type(optimizer)  # class of the copies
         name = name_of(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known = {id(param) for param in params}

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from infinity import torch_private
 from infinity.content.views import torch_dtype
 from infinity.optim.kernel import UpdateKernel
-from infinity.optim.optimizer_clone import copied, in_place_of
-from infinity.optim.update import snapshot
+from infinity.optim.optimizer_clone import copied, in_place_of, settings_of
 
 _STATE_BYTES = 4096
 """Size of a state in a file, in addition to its elements."""
@@ -32,7 +31,6 @@ class ParametersInMemory:
         ignored: ignored parameters, by name.
         sharded: parameters of FSDP modules that stay in memory, by shard.
         optimizer: base optimizer, whose param groups may contain them.
-        kernel: update kernel created from the optimizer.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class ParametersInMemory:
             # In groups of their own, because PyTorch's foreach kernels do not accept both kinds together
             for known in (name_of, trained):
                 if params := [param for param in group["params"] if id(param) in known]:
-                    groups.append({**snapshot(group), "params": params})
+                    groups.append({**settings_of(group), "params": params})
                     self._bases.append(number)
                     self._numbers.update((id(param), number) for param in params)
             self.ignored.update((name_of[id(p)], p) for p in group["params"] if id(p) in name_of)
@@ -79,7 +77,7 @@ class ParametersInMemory:
         return sum(
             torch_private.local_part(param).numel() * torch_dtype(dtype_name).itemsize
             for param in absent
-            for _, dtype_name in self._kernel.discover(param, self._base.param_groups[self._numbers[id(param)]]).kinds
+            for _, dtype_name in self._kernel.discover(param).kinds
         )
 
     def prepare(self) -> None:
@@ -89,7 +87,7 @@ class ParametersInMemory:
         vars(self._optimizer).update({name: copied(value) for name, value in self._kernel.own().items()})
         for group, number in zip(self._optimizer.param_groups, self._bases, strict=True):
             base = self._base.param_groups[number]
-            group.update(snapshot(base))
+            group.update(settings_of(base))
             # PyTorch's foreach kernels do not accept a group that contains both kinds.
             mixed = len({isinstance(param, DTensor) for param in base["params"]}) > 1
             if mixed and not group.get("fused") and group.get("foreach", False) is None:
@@ -135,10 +133,10 @@ class ParametersInMemory:
         return self._initial(param, param.detach())
 
     def _initial(self, param: nn.Parameter, value: torch.Tensor) -> dict[str, Any]:
-        settings = snapshot(self._base.param_groups[self._numbers[id(param)]])
+        settings = settings_of(self._base.param_groups[self._numbers[id(param)]])
         own = dict(self._kernel.own())
         if self._kernel.modes:
-            self._kernel.switch_values([settings], own, "train")
+            self._kernel.advance_values([settings], own, "train")
         return self._kernel.initial_state(value.detach(), settings, own)
 
     def check_state(self, param: nn.Parameter, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan, predict_seconds, prepend
+from infinity.schedule.planner import Plan, make_plan, prepend
 from infinity.schedule.schedule_choice import choose_simulation, resolve_schedule
 from infinity.schedule.trace import Event
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
@@ -36,10 +36,6 @@ class StepPlanner:
     are updated immediately.
 
     Args:
-        layout: pages of this rank.
-        pager: pager in which plans are installed.
-        ledger: receives the predicted traffic.
-        cache_slots: number of slots in the host cache.
         wanted: value of the setting `update.schedule`.
         threaded: whether updates run on their own thread.
         exchanges: whether updates exchange data with other ranks.
@@ -51,7 +47,7 @@ class StepPlanner:
     ) -> None:  # fmt: skip
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
-        self._cache_slots, self._wanted, self._threaded = cache_slots, wanted, threaded
+        self._cache_slots, self.wanted, self._threaded = cache_slots, wanted, threaded
         self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
         """Name of the update schedule, or ``recording`` until the schedule is selected."""
         self.update_schedule = UpdateSchedule()
@@ -72,11 +68,6 @@ class StepPlanner:
         """``True`` until the update schedule is selected."""
         return self.schedule == "recording"
 
-    @property
-    def automatic(self) -> bool:
-        """``True`` if `update.schedule` is ``auto``, so that the schedule depends on the events of the first step."""
-        return self._wanted == "auto"
-
     def expect(self, events: tuple[Event, ...]) -> None:
         """Prefetch pages of the first step, assuming that it will have these events.
 
@@ -84,7 +75,7 @@ class StepPlanner:
         selected at its end.
         """
         # Except in these cases, the next forward consumes the gradients, whichever schedule is selected.
-        at_once = self._exchanges or self._wanted == "after_backward"
+        at_once = self._exchanges or self.wanted == "after_backward"
         update_schedule = UpdateSchedule.of("after_backward" if at_once else "in_forward", events)
         plan = make_plan(expand(events, self._layout, update_schedule), self._layout, self._cache_slots, quick=True)
         if update_schedule.in_forward:
@@ -115,8 +106,8 @@ class StepPlanner:
             InfinityError: if the update schedule set by the user is impossible.
         """
         if self.recording:
-            self.schedule = resolve_schedule(self._wanted, events, late=late, exchanges=self._exchanges)
-            if self._wanted == "in_backward" != self.schedule:
+            self.schedule = resolve_schedule(self.wanted, events, late=late, exchanges=self._exchanges)
+            if self.wanted == "in_backward" != self.schedule:
                 raise InfinityError(
                     'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '
                     'or every FSDP module has several gradients per step; set "auto", "in_forward" or "after_backward"'
@@ -196,20 +187,3 @@ class StepPlanner:
             prefix = expand(self.events, self._layout, self.update_schedule, pending=False)
             self._plans[start] = prepend(prefix, self._plans["pending"], self._layout)
         return self._plans[start]
-
-    def predict_seconds(self, bandwidth: float, computation: float, activations: float) -> float:
-        """Return the predicted duration of a step in seconds. See `PagedOptimizer.predict_seconds`.
-
-        Raises:
-            InfinityError: if no step has been completed yet.
-        """
-        if self.plan is None:
-            raise InfinityError("step time cannot be predicted before the first step; complete a step first")
-        return predict_seconds(
-            self.plan,
-            self._layout,
-            bandwidth=bandwidth,
-            computation=computation,
-            activations=activations,
-            threaded=self._threaded,
-        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from infinity.schedule.trace import Event, EventKind
 
 
@@ -11,45 +9,39 @@ class Recording:
     """Events of the current step, in order. Only the training thread adds events."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self.events: list[Event] = []
 
     def gather(self, fsdp_module: int) -> None:
         """Record that forward or backward gathers an FSDP module in a training step."""
-        self._events.append(Event(EventKind.GATHER, fsdp_module))
+        self.events.append(Event(EventKind.GATHER, fsdp_module))
 
     def gradients(self, fsdp_module: int, components: int) -> None:
         """Record that the gradients of an FSDP module have arrived.
 
         Args:
-            fsdp_module: index of the FSDP module.
             components: number of components as which each gradient is stored, unless it is consumed immediately.
         """
-        self._events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
+        self.events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
 
     def widen(self, fsdp_module: int, components: int) -> None:
         """Change the recorded number of components of an FSDP module's stored gradients."""
-        self._events[:] = [
+        self.events[:] = [
             event._replace(components=components)
             if event.kind is EventKind.GRADIENTS and event.fsdp_module == fsdp_module
             else event
-            for event in self._events
+            for event in self.events
         ]
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """Events recorded so far."""
-        return self._events
 
     @property
     def has_gradients(self) -> bool:
         """``True`` if gradients have arrived in this step, even if they were dropped afterwards."""
-        return any(event.kind is EventKind.GRADIENTS for event in self._events)
+        return any(event.kind is EventKind.GRADIENTS for event in self.events)
 
     def end(self) -> tuple[Event, ...]:
         """Record the call of `step()`, and return the events of the complete step."""
-        self._events.append(Event(EventKind.STEP))
-        return tuple(self._events)
+        self.events.append(Event(EventKind.STEP))
+        return tuple(self.events)
 
     def clear(self) -> None:
         """Discard all events, either before the next step or because all gradients of this step were dropped."""
-        self._events.clear()
+        self.events.clear()

@@ -57,9 +57,6 @@ _FOUND: dict[Hashable, tuple[dict[Case, StateSpec], frozenset[str], frozenset[st
 def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
     """Check an optimizer, and return the kernel that updates pages with copies of it.
 
-    Args:
-        optimizer: the base optimizer.
-
     Raises:
         UnsupportedError: if the optimizer cannot update pages one at a time; the message states the reason.
     """
@@ -142,7 +139,7 @@ class _SlicingCheck:
         self._kernel, self._name, self._optimizer = kernel, kernel.name, optimizer
         self._before = [settings_of(group) for group in optimizer.param_groups]  # at `infinity.offload`
         if kernel.modes:
-            kernel.switch_values(self._before, {}, "train")
+            kernel.advance_values(self._before, {}, "train")
         alike: dict[str, int] = {}  # groups that differ only in settings that training loops change are checked once
         numbers = []  # index of the group that is checked in place of each group
         for number, group in enumerate(self._before):
@@ -304,7 +301,7 @@ class _SlicingCheck:
 
     def _find_advancing(self, whole: _Trained) -> None:
         own = {name for one, other in itertools.pairwise(whole.own) for name in other if one.get(name) != other[name]}
-        first = self._kernel_own()
+        first = {name: content(value) for name, value in attributes(self._kernel.template.over([])).items()}
         at_once = {name for name, value in whole.own[0].items() if first.get(name, value) != value} - own
         watched = dict(self._kernel.plain_own())
         if lost := sorted(own - watched.keys()):
@@ -326,31 +323,28 @@ class _SlicingCheck:
         try:
             groups, after = self._clock()
         except Exception as error:
+            names = ", ".join(sorted(self._kernel.advancing | self._kernel.advancing_own))
             raise self._unsupported(
-                f"changes {self._named_advancing()} at every step, but fails if there are no gradients "
-                f"({_short(error)})"
+                f"changes {names} at every step, but fails if there are no gradients ({_short(error)})"
             ) from error
         for name in at_once:  # the runner itself sets values that become fixed with the first gradient
             if any(one[name] != other[name] for one, other in zip(after, whole.own, strict=True)):
                 self._kernel.advancing_own -= {name}
-        for here, there in zip(groups, whole.groups, strict=True):
-            for key in sorted(self._kernel.advancing):
-                if [content(g.get(key)) for g in here] != [content(g.get(key)) for g in there]:
-                    raise self._unsupported(
-                        f"is not element-wise: {key!r} of its param groups, which all updates use, depends on the "
-                        "gradients of all parameters or on which parameters have gradients"
-                    )
-        for one, other in zip(after, whole.own, strict=True):
-            for name in sorted(self._kernel.advancing_own):
-                if one[name] != other[name]:
-                    raise self._unsupported(
-                        f"is not element-wise: its attribute {name}, which all updates use, depends on the gradients "
-                        "of all parameters or on which parameters have gradients"
-                    )
-
-    def _named_advancing(self) -> str:
-        keys = [f"{key!r} of its param groups" for key in sorted(self._kernel.advancing)]
-        return ", ".join(keys + [f"its attribute {name}" for name in sorted(self._kernel.advancing_own)])
+        unequal = [
+            f"{key!r} of its param groups"
+            for key in sorted(self._kernel.advancing)
+            for here, there in zip(groups, whole.groups, strict=True)
+            if [content(group.get(key)) for group in here] != [content(group.get(key)) for group in there]
+        ] + [
+            f"its attribute {name}"
+            for name in sorted(self._kernel.advancing_own)
+            if any(one[name] != other[name] for one, other in zip(after, whole.own, strict=True))
+        ]
+        if unequal:
+            raise self._unsupported(
+                f"is not element-wise: {unequal[0]}, which all updates use, depends on the gradients of all "
+                "parameters or on which parameters have gradients"
+            )
 
     def _advanced_keys(self, whole: _Trained) -> Iterator[str]:
         groups = self._groups()
@@ -370,9 +364,6 @@ class _SlicingCheck:
             all_groups.append([settings_of(group) for group in groups])
             all_own.append({name: content(value) for name, value in own.items()})
         return all_groups, all_own
-
-    def _kernel_own(self) -> dict[str, Any]:
-        return {name: content(value) for name, value in attributes(self._kernel.template.over([])).items()}
 
     # Training #
 
@@ -503,7 +494,7 @@ class _SlicingCheck:
                     piece = Piece(number, weights[number][low:high], None, views)
                     after = kernel.update([piece], groups[subject.group], before, start, method)
                     scalars.update(after if number in before else {})
-            kernel.switch_values(groups, own, method)
+            kernel.advance_values(groups, own, method)
 
     # Comparing #
 

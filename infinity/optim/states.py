@@ -36,9 +36,7 @@ class StateHandle:
     """Location of one state of one shard. See `infinity.fsdp.paged_tensor.TensorHandle`."""
 
     reader: StateReader
-    """Object that reads and writes the state."""
     shard: int
-    """Index of the shard in the layout."""
     kind: str
     """Name of the state in the optimizer."""
     name: str
@@ -71,14 +69,10 @@ class StatesOfOne(dict[str, Any]):
         if self.get(key) is not value:
             raise UnsupportedError(NO_ENTRIES)
 
-    def __delitem__(self, key: str) -> None:
-        """Raise `UnsupportedError`, because entries cannot be removed."""
-        self._refuse()
-
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(NO_ENTRIES)
 
-    clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
+    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return an existing value.
@@ -102,9 +96,6 @@ class StateReader:
     receive this state only if one of its tensors is written.
 
     Args:
-        layout: pages of this rank.
-        shards: reads and writes shards.
-        runner: runs the training steps.
         base_optimizer: base optimizer, which determines the states.
         parameters: shard index of every parameter, in the order of `model.parameters()`.
         names: shard index of every parameter name.
@@ -132,7 +123,7 @@ class StateReader:
             for param in group["params"]:
                 shard = self._numbers.get(id(param), -1)
                 if shard >= 0 and layout.shards[shard].spec.trainable:
-                    self._specs[shard] = base_optimizer.kernel.discover(param, group)
+                    self._specs[shard] = base_optimizer.kernel.discover(param)
         # Initial states, by shard, of a single weight. The scalars become current when a state of the shard is written.
         self._initial: dict[int, dict[str, Any]] = {}
 
@@ -169,7 +160,6 @@ class StateReader:
         The tensors have the shape and sharding of the parameter. They are stored on NVMe, and writes to them persist.
 
         Args:
-            param: parameter of the model.
             initial: whether to return the state that the first update will create if the parameter was never updated.
 
         Raises:
@@ -196,7 +186,6 @@ class StateReader:
         """Return a state of a parameter that stays in memory.
 
         Args:
-            shard: index of the shard.
             value_of: function that returns the flat local elements of a tensor of the state.
             scalars: scalars of the state. Default: those that the first update will create.
         """
@@ -254,7 +243,7 @@ class StateReader:
         """Return a flat copy of one state of a shard."""
         self._runner.look(shard)
         if shard in self._runner.updates.scalars:
-            return self._shards.load_section(shard, kind)
+            return self._shards.load(shard, kind)
         return self._initial_value(shard, kind)
 
     def _initial_value(self, shard: int, kind: str) -> torch.Tensor:
@@ -275,7 +264,7 @@ class StateReader:
         """Replace one state of a shard. If the shard was never updated, its other states become the initial ones."""
         self._runner.look(shard)
         with interrupts.held():
-            self._shards.save_section(shard, kind, content)
+            self._shards.save(shard, content, kind)
             if shard not in self._runner.updates.scalars:
                 self._begin(shard, but=kind)
 
@@ -283,7 +272,7 @@ class StateReader:
         """Write the initial state of a shard that was never updated, except for one of its tensors."""
         for kind, _ in self._specs[shard].kinds:
             if kind != but:
-                self._shards.save_section(shard, kind, self.load(shard, kind))
+                self._shards.save(shard, self.load(shard, kind), kind)
         self._runner.updates.scalars[shard] = self._scalars(shard)
         del self._initial[shard]
 
@@ -292,7 +281,6 @@ class StateReader:
 
         Args:
             groups: saved param groups. Their `params` are keys of `state`.
-            state: saved states by parameter.
 
         Raises:
             ValueError: if the states do not match this optimizer. Nothing is changed.
@@ -382,7 +370,7 @@ class StateReader:
             sections = self._layout.format_of(shard).dtypes
             values = {key: copied(torch_private.local_part(states[key]).reshape(-1)) for key in sections}
             return {**values, **self.scalars_in_memory().get(shard, {})}
-        values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
+        values = {kind: self._shards.load(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
 
 
@@ -405,7 +393,16 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__} of shape {tuple(value.shape)}{placements}"
 
 
-class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
+class NotCopied:
+    """Object that cannot be copied or pickled. `PagedStates` thereby also protects the base optimizer."""
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(NO_COPIES)
+
+    __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+class PagedStates(NotCopied, MutableMapping[nn.Parameter, dict[str, Any]]):
     """States of the parameters that have been updated. Behaves like the `state` dictionary of an in-memory optimizer.
 
     The tensors have the sharding of their parameter. They are stored on NVMe, and writes to them persist. All methods
@@ -427,17 +424,10 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         """Return the states of a parameter."""
         return self._reader.state_of(param)
 
-    def __setitem__(self, param: nn.Parameter, states: dict[str, Any]) -> None:
-        """Raise `UnsupportedError`, because entries cannot be set."""
+    def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(NO_ENTRIES)
 
-    def __delitem__(self, param: nn.Parameter) -> None:
-        """Raise `UnsupportedError`, because entries cannot be removed."""
-        raise UnsupportedError(NO_ENTRIES)
-
-    def clear(self) -> None:
-        """Raise `UnsupportedError`, because entries cannot be removed."""
-        raise UnsupportedError(NO_ENTRIES)
+    __setitem__ = __delitem__ = clear = _refuse  # type: ignore[assignment]
 
     def setdefault(self, param: nn.Parameter, default: Any = None) -> Any:
         """Return the states of a parameter.
@@ -448,14 +438,6 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         if param not in self:
             raise UnsupportedError(NO_ENTRIES)
         return self[param]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise `UnsupportedError`, which also prevents copying of the base optimizer."""
-        raise UnsupportedError(NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise `UnsupportedError`, which also prevents pickling of the base optimizer."""
-        raise UnsupportedError(NO_COPIES)
 
     def __bool__(self) -> bool:
         """Return ``True``, so that `torch.distributed.checkpoint` does not take a step to create the states."""

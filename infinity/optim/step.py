@@ -59,7 +59,6 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
     """Run a method of a `StepRunner` under its lock, and defer Ctrl-C until the method returns or waits.
 
     Args:
-        method: method to wrap.
         waits: whether to also defer Ctrl-C while the method waits.
     """
 
@@ -77,9 +76,6 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
     return run
 
 
-_uninterrupted = partial(_one_at_a_time, waits=True)
-
-
 class StepRunner:
     """Run training steps with paged shards.
 
@@ -92,18 +88,10 @@ class StepRunner:
     only call `look`, which waits until the lock is free.
 
     Args:
-        layout: pages of this rank.
-        pager: provides access to pages.
-        device: compute device.
         gpu_prefetcher: copies weights to the GPU before FSDP2 gathers them.
         device_bytes: GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, all memory that
             is free after the first step may be used, except for a margin.
         update_on_device: whether pages are updated on the GPU.
-        planner: selects the update schedule and the plan.
-        worker: runs updates.
-        base_optimizer: base optimizer, which provides settings and the update kernel.
-        ledger: records times and traffic.
-        freed: limits the freed memory that the C library keeps; notified before an FSDP module is gathered.
         parameters: model parameters, indexed by shard.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
         activations: pages activations between forward and backward; ``None`` if they stay on the GPU.
@@ -157,7 +145,8 @@ class StepRunner:
         self._counted = 0  # number of updated elements that previous step records already include
         self._grad_enabled = True  # whether the current forward builds a graph; set by `forward`
         self._backward = -1  # number of the backward pass in which gradients last arrived in this step, or -1
-        self._skip = False  # whether the current step skips all updates
+        self.skips = False
+        """``True`` if the current step skips all updates."""
         self._looked_between = False  # whether weights were read between backward and step() in the first step
         self._closed = ""  # reason why the runner is closed; empty while it is open
         self.began = 0
@@ -166,20 +155,12 @@ class StepRunner:
     # Called by model hooks #
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that an outermost forward begins, i.e. one that is not nested in the forward of another FSDP module.
-
-        Args:
-            grad_enabled: whether gradients are enabled; ``False`` under `torch.no_grad()`.
-        """
+        """Note that an outermost forward begins. See `ModelListener`."""
         self._grad_enabled = grad_enabled
 
     @_one_at_a_time
     def gathering(self, shard: int) -> bool:
-        """Note that the pages of a shard are about to be copied into FSDP2's buffer.
-
-        Returns:
-            ``True`` if the gather belongs to a training step and is therefore in the plan; ``False`` during evaluation
-            under `torch.no_grad()`.
+        """Note that the pages of a shard are about to be copied into FSDP2's buffer. See `GatherListener`.
 
         Raises:
             InfinityError: if the FSDP module was updated in backward and `step()` has not been called since.
@@ -381,16 +362,7 @@ class StepRunner:
         """
         self._gradients.check_new()
 
-    @property
-    def skips(self) -> bool:
-        """``True`` if the current step skips all updates."""
-        return self._skip
-
-    def skip(self) -> None:
-        """Make the current step skip all updates."""
-        self._skip = True
-
-    @_uninterrupted
+    @partial(_one_at_a_time, waits=True)
     def step(self, *, others: bool = False) -> StepRecord | None:
         """End the step. Run the updates that did not run in backward, or leave them to the next forward.
 
@@ -417,7 +389,7 @@ class StepRunner:
             late = gradients.looked_at
             if not self.planner.recording:
                 self._base_optimizer.check_settings()
-            elif self.planner.automatic:
+            elif self.planner.wanted == "auto":
                 late |= self._looked_between or bool(self._base_optimizer.changed_setting())
             gradients.close_arrivals()
             gradients.store_zeros()
@@ -427,7 +399,7 @@ class StepRunner:
             # A failure here leaves some FSDP modules one step ahead of others, so the run cannot continue
             with telling(self._pager.fail):
                 updates.run_left()
-                if self._skip:
+                if self.skips:
                     gradients.discard()
                     updates.end_step()
                     self._ledger.skipped()
@@ -453,7 +425,7 @@ class StepRunner:
             spare -= device_update_bytes(self._layout) if self._update_on_device else 0
             planner.device_bytes = self._device_bytes or max(0, spare)
         if self._whole is not None and planner.recording:
-            late = self._whole.on_any_rank(late)
+            late = any(self._whole.ranks.collect(late))  # affects the order of updates, so all ranks must agree
         planner.choose(events, late)
         try:
             self._provide(events)
@@ -482,19 +454,14 @@ class StepRunner:
     def _begin(self) -> None:
         self._gpu_prefetcher.drop()
         self._recording.clear()
-        self._base_optimizer.forget_settings()
+        self._base_optimizer.noted = None
         self._backward = -1
-        self._skip = False
+        self.skips = False
 
     # Start and end of the run #
 
     def resume(self, step: int, scalars: Mapping[int, Scalars]) -> None:
-        """Continue after the last step of a checkpoint.
-
-        Args:
-            step: number of completed steps.
-            scalars: scalar optimizer states by shard.
-        """
+        """Continue after the last step of a checkpoint."""
         self.updates.step = self.began = step
         self.updates.scalars.update(scalars)
 

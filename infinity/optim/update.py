@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
-from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import DeviceEvent
 from infinity.optim import optimizer_clone
@@ -31,29 +29,8 @@ _ALIGNED = 64
 """Alignment of PyTorch's CPU allocations, in bytes."""
 
 
-def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a param group's settings that later in-place changes do not affect.
-
-    Raises:
-        UnsupportedError: if a setting cannot be copied.
-    """
-    return {key: _fixed(key, value) for key, value in group.items() if key != "params"}
-
-
-def _fixed(key: str, value: Any) -> Any:
-    if isinstance(value, tuple | list) and all(isinstance(item, float | int | str) for item in value):
-        return value if type(value) is tuple else copy.copy(value)  # such as betas, or the names of all parameters
-    try:
-        return optimizer_clone.copied(value)
-    except Exception as error:
-        raise UnsupportedError(
-            f"setting {key} of type {type(value).__name__} in a param group cannot be copied, but updates need a copy "
-            f"of the settings at the time of the step: {error}"
-        ) from error
-
-
 def same_setting(a: Any, b: Any) -> bool:
-    """Return whether setting `a` is equal to `b`, a setting in a `snapshot`. Both may contain tensors of any size."""
+    """Return whether setting `a` equals `b`, a copy by `settings_of`. Both may contain tensors of any size."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -80,9 +57,6 @@ class RangePages:
     example as 8-bit numbers.
 
     Args:
-        layout: pages of this rank.
-        segment: segment that contains the range.
-        item: range to update.
         access: page access of the range, as returned by `range_access`.
         contents: bytes of the pages, in cache slots or on the GPU.
         grads: gradients of the range; ``None`` if they are in GRAD pages.

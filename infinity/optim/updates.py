@@ -67,15 +67,8 @@ class Updates:
     While an update runs, only the worker's thread writes `scalars` and `elements`.
 
     Args:
-        layout: pages of this rank.
-        pager: provides access to pages.
-        device: compute device.
         gpu_prefetcher: drops prefetched weights of FSDP modules that are updated.
         update_on_device: whether pages are updated on the GPU.
-        planner: provides the update schedule.
-        base_optimizer: base optimizer, which provides settings and the update kernel.
-        worker: runs updates.
-        ledger: records times.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
     """
 
@@ -121,7 +114,6 @@ class Updates:
         """Begin to update an FSDP module with gradients that have just arrived.
 
         Args:
-            fsdp_module: index of the FSDP module.
             grads: flat gradients on the device, by shard.
             arrived: events after which the gradients are complete.
         """
@@ -161,7 +153,6 @@ class Updates:
             stored: edits that must still be applied to the stored gradients, by FSDP module (in order of arrival) and
                 by shard.
             components: number of stored gradient components by FSDP module.
-            events: events of the step.
         """
         self._due = self._planner.next_schedule(stored).due(events)
         settings = self._base_optimizer.settings_of(shard for edits in stored.values() for shard in edits)
@@ -242,40 +233,19 @@ class Updates:
         Args:
             method: one of `MODES`.
         """
+        kernel = self._base_optimizer.kernel
         with telling(self._pager.fail):  # a failure leaves pages in different modes, so the run cannot continue
             for fsdp_module, shards in enumerate(self._layout.fsdp_module_shards):
                 if self._base_optimizer.in_memory.sharded.keys().isdisjoint(shards):
-                    self._switch_fsdp_module(fsdp_module, method)
-            self._base_optimizer.kernel.switch(method)
-
-    def _switch_fsdp_module(self, fsdp_module: int, method: str) -> None:
-        there = self._device_pages
-        self._gpu_prefetcher.drop(fsdp_module)
-        accesses = [
-            (segment, position, range_access(segment, position))
-            for segment, position in self._layout.fsdp_module_ranges[fsdp_module]
-        ]
-        shards = [
-            shard
-            for segment in self._layout.fsdp_module_segments[fsdp_module]
-            for shard in self._layout.segments[segment].shards
-        ]
-        update = Update(
-            self._layout, self._base_optimizer.kernel, self._base_optimizer.settings_of(shards), self.scalars,
-            self.step, own=self._base_optimizer.kernel.own(), whole=self._whole, method=method,
-        )  # fmt: skip
-        copies = there.record_event if there is not None else None
-        with there.on_stream() if there is not None else nullcontext(), torch.no_grad():
-            if there is not None:
-                there.begin(None, (), [access for _, _, access in accesses])
-            for segment, position, access in accesses:
-                # A failure must be recorded before the pages are released, so that they are not used.
-                with self._pager.access(access, planned=False, copies=copies) as contents, telling(self._pager.fail):
-                    found = there.bring(access, contents) if there is not None else contents
-                    update.run([RangePages(self._layout, segment, segment.ranges[position], access, found, None)])
-                    if there is not None:
-                        there.leave()
-        self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
+                    trained = [shard for shard in shards if self._layout.shards[shard].spec.trainable]
+                    update = Update(
+                        self._layout, kernel, self._base_optimizer.settings_of(trained), self.scalars, self.step,
+                        own=kernel.own(), whole=self._whole, method=method,
+                    )  # fmt: skip
+                    self._run(fsdp_module, update, planned=False)
+            self.drain()
+            self._pager.transfers.check()  # after a failure, some pages are in the earlier mode
+            kernel.advance(method)
 
     # Execution of one update #
 
@@ -285,7 +255,7 @@ class Updates:
         with interrupts.held(), telling(self._pager.fail):
             yield
 
-    def _run(self, fsdp_module: int, update: Update) -> None:
+    def _run(self, fsdp_module: int, update: Update, *, planned: bool = True) -> None:
         """Reserve the pages of an FSDP module, and submit its ranges to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
         self._gpu_prefetcher.drop(fsdp_module)
@@ -295,7 +265,9 @@ class Updates:
             copies = self._copies(fsdp_module)
             for segment, position in self._layout.fsdp_module_ranges[fsdp_module]:
                 access = range_access(segment, position, components=update.components)
-                reservation = self._pager.reservation(access, threaded=self._worker.threaded, copies=copies)
+                reservation = self._pager.reservation(
+                    access, planned=planned, threaded=self._worker.threaded, copies=copies
+                )
                 ranges.append(_Range(segment, segment.ranges[position], reservation))
             job = self._worker.submit(partial(self._update, update, ranges))
             if job is not None:
@@ -311,6 +283,9 @@ class Updates:
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
             self._update_ranges(update, ranges)
         update.grads = None
+        if update.method:  # parameters that were never updated keep their initial state
+            self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
+            return
         update.run_empty()
         self.scalars.update(update.after)
         self.elements += update.elements

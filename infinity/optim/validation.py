@@ -182,20 +182,14 @@ def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) 
 class WatchedNames(Sequence[str]):
     """Replacement for the `param_names` of a param group that detects whether they are read."""
 
-    def __init__(self) -> None:
-        self._read: list[bool] = []  # not empty after a read
-
-    @property
-    def read(self) -> bool:
-        """``True`` if the names were read."""
-        return bool(self._read)
+    read = False
 
     def __getitem__(self, index: Any) -> Any:
-        self._read[:] = [True]
+        self.read = True
         raise IndexError(index)
 
     def __len__(self) -> int:
-        self._read[:] = [True]
+        self.read = True
         return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedNames:

@@ -86,8 +86,6 @@ class PathLoads:
         """Count a transfer. Transfers on the same path must be reported in order of completion.
 
         Args:
-            path: index of the path.
-            nbytes: bytes transferred.
             started: start time, as returned by `time.perf_counter`.
             ended: end time, as returned by `time.perf_counter`.
         """
@@ -216,7 +214,6 @@ class Balance:
             loads: counts of the store's transfers.
             known: previously measured bandwidth of each path, in bytes per second; 0 if unknown.
             pages: the rank's pages, by index.
-            store: store that moves the pages.
             names: names of the paths, for log messages.
             steps: function that returns the number of completed steps.
         """

@@ -12,11 +12,11 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.extra import save_extra
-from infinity.checkpoint.model_state import check_buffers, save_settings
+from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
-from infinity.checkpoint.publish import CheckpointWriter, check_tensors, remove_checkpoints
+from infinity.checkpoint.publish import CheckpointWriter, check_tensors
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
+from infinity.checkpoint.values import save_extra, save_settings
 from infinity.errors import StorageError
 from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
@@ -117,7 +117,6 @@ class Checkpointer:
         """Write the modified pages and publish the checkpoint. All ranks must call it together.
 
         Args:
-            extra: user data.
             prefer: steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
@@ -155,12 +154,3 @@ class Checkpointer:
             keep_configs(self._run.folder.checkpoints, self._model)
         except OSError as error:
             _log.warning("exports will contain an earlier configuration of the model: %s", error)
-
-    def forget_others(self) -> None:
-        """Remove all checkpoints that the resumed run does not retain.
-
-        Call it after startup has succeeded on every rank.
-        """
-        run = self._run
-        keep = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
-        run.ranks.together("removing checkpoints", lambda: remove_checkpoints(run.folder, run.ranks, keep=keep))

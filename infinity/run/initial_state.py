@@ -41,14 +41,7 @@ class Filling:
         strict: bool,
         init: InitFunction | None,
     ) -> None:
-        """Open the source of the initial values without reading from it.
-
-        Args:
-            run: the open run.
-            sharded: the model.
-            weights: see `infinity.offload`.
-            strict: see `infinity.offload`.
-            init: see `infinity.offload`.
+        """Open the source of the initial values without reading from it. See `infinity.offload` for the arguments.
 
         Raises:
             ConfigError, CheckpointError: if `weights` is not a supported source.
@@ -89,7 +82,6 @@ class Filling:
 
         Args:
             base_optimizer: optimizer, whose settings are restored.
-            shards: writes complete shards.
             new_optimizer: whether to leave the settings and the state of the optimizer at their initial values.
 
         Returns:
@@ -126,9 +118,6 @@ class Filling:
 
     def load(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Load the optimizer state of sources that use `load_state_dict`, after the model was offloaded.
-
-        Args:
-            optimizer: optimizer that `infinity.offload` returns.
 
         Returns:
             Number of completed steps, or None if nothing was loaded.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -22,7 +21,7 @@ from infinity.errors import BudgetError, ConfigError, UnsupportedError
 from infinity.fsdp.sharded_model import Member, ShardedModel, UpdateExtent
 from infinity.memory.device import open_device
 from infinity.memory.limits import default_host_cache
-from infinity.optim.kernel import StateSpec, UpdateKernel
+from infinity.optim.kernel import UpdateKernel
 from infinity.optim.multi_optimizer import owner
 from infinity.optim.slicing_check import view_shape
 from infinity.processor import crawls_in_bf16
@@ -48,8 +47,6 @@ def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
     All ranks must call it together, before a rank that resumes could start to wait for the others.
 
     Args:
-        settings: settings of this rank.
-        ranks: the ranks of the run.
         arguments: boolean arguments of `infinity.offload`, and whether its optional arguments were passed.
 
     Raises:
@@ -130,15 +127,9 @@ def no_updates(sharded: ShardedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(sharded.model.parameters(), lr=0.0)
 
 
-def _discovering(kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], StateSpec]:
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    return lambda param: kernel.discover(param, group_of[id(param)])
-
-
 def plan_memory(
     settings: Config,
     sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer,
     kernel: UpdateKernel,
     ranks: Ranks,
     checkpointed: int = 0,
@@ -146,11 +137,6 @@ def plan_memory(
     """Compute this rank's page layout, and divide its part of host memory into cache slots.
 
     Args:
-        settings: settings of this rank.
-        sharded: the model.
-        optimizer: the base optimizer.
-        kernel: update kernel of the optimizer.
-        ranks: the ranks of the run.
         checkpointed: page size in bytes of the checkpoint to resume from, or 0. It is used if `memory.page_bytes` is
             not set and there is enough memory.
 
@@ -159,14 +145,13 @@ def plan_memory(
         ConfigError: if `state.format` would have no effect, or `activations.tier` requires a GPU.
         UnsupportedError: if pages cannot be divided as the optimizer requires.
     """
-    discover = _discovering(kernel, optimizer)
 
     def kinds_of(param: nn.Parameter) -> tuple[tuple[str, str], ...]:
-        return discover(param).kinds
+        return kernel.discover(param).kinds
 
     def extent_of(member: Member) -> UpdateExtent:
         param = member.param.sharded_param
-        slices = discover(param).slices
+        slices = kernel.discover(param).slices
         if slices not in ("rows", "whole"):
             return UpdateExtent()
         why, whole = "", slices == "whole"
@@ -177,16 +162,11 @@ def plan_memory(
             why = f"{member.names[0]} is not sharded along its first dimension"
         elif settings.state.format != "fp32" and not whole:
             why = 'this requires state.format = "fp32"'
-        if why and whole:
-            raise UnsupportedError(
-                f"{kernel.name} is not supported here: it updates whole parameters (for example, it orthogonalizes "
-                f"them), which are assembled from the rows on all ranks, but {why}. Use an element-wise optimizer "
-                "such as AdamW."
-            )
         if why:
+            kind = "parameters, which are assembled from the rows on all ranks" if whole else "rows"
             raise UnsupportedError(
-                f"{kernel.name} is not supported here: it updates whole rows (for example, it centralizes gradients "
-                f"or divides by row norms), but {why}. Use an element-wise optimizer such as AdamW."
+                f"{kernel.name} is not supported here: it updates whole {kind}, but {why}. Use an element-wise "
+                "optimizer such as AdamW."
             )
         if whole:
             return UpdateExtent(whole=math.prod(torch_private.full_shape(member.param)))
@@ -226,20 +206,17 @@ def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:
         )
 
 
-def shared_slices(
-    kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer
-) -> dict[int, tuple[tuple[int, ...], int]]:
+def shared_slices(kernel: UpdateKernel, sharded: ShardedModel) -> dict[int, tuple[tuple[int, ...], int]]:
     """Return the shards that are updated as full parameters and are distributed across several ranks.
 
     Returns:
         For each of these shards, the ranks that hold its slices, and the index of this rank among them.
     """
-    discover = _discovering(kernel, optimizer)
     found = {}
     for shard, member in sharded.paged_shards.items():
         param = member.param.sharded_param
         at, size = torch_private.shard_rank_and_size(member.param)
-        if size > 1 and param.requires_grad and discover(param).slices == "whole":
+        if size > 1 and param.requires_grad and kernel.discover(param).slices == "whole":
             found[shard] = torch_private.shard_ranks(member.param), at
     return found
 
@@ -262,13 +239,12 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
         )
 
 
-def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+def give_shapes(kernel: UpdateKernel, sharded: ShardedModel) -> None:
     """Set the slice shapes in `kernel.shapes` for the shards that are not updated as flat vectors."""
-    discover = _discovering(kernel, optimizer)
     for shard, member in sharded.paged_shards.items():
         param = member.param.sharded_param
         if param.requires_grad:
-            slices = discover(param).slices
+            slices = kernel.discover(param).slices
             whole = slices == "whole"
             of = torch_private.full_shape(member.param) if whole else torch_private.local_tensor(member.param).shape
             shape = view_shape(slices, of)

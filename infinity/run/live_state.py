@@ -46,8 +46,6 @@ class LiveState(FullState):
         """Exchange the metadata. All ranks must call it together.
 
         Args:
-            run: the open run.
-            described: description of the tensors in this rank's pages.
             model: the model whose buffers are exported.
             read: function that returns the weights of a shard.
 
@@ -143,7 +141,6 @@ class LiveState(FullState):
         return part.contiguous().view(torch.uint8).to(self._wire)
 
     def _together(self, index: int, prepare: Callable[[], T]) -> T:
-        """Prepare the exchange of a tensor. An error on one rank is raised on all ranks before any of them waits."""
         return self._run.ranks.together(f"reading {self.tensors[index].names[0]}", prepare)
 
 

@@ -25,15 +25,7 @@ from infinity.optim.states import StateReader
 
 
 class ModulesInMemory:
-    """Copies the FSDP modules that stay in memory from and to their pages.
-
-    Args:
-        sharded: the model.
-        layout: pages of this rank.
-        shards: reads and writes shards.
-        parameters: parameters in memory, with their optimizer state.
-        states: reads optimizer states.
-    """
+    """Copies the FSDP modules that stay in memory from and to their pages."""
 
     def __init__(
         self,

@@ -6,19 +6,16 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.budget import Budget
-from infinity.checkpoint.description import RunDescription
-from infinity.checkpoint.model_state import ResumedState
-from infinity.checkpoint.publish import CheckpointWriter
+from infinity.checkpoint.publish import remove_checkpoints
 from infinity.cleanup import end_all
 from infinity.config import Config, check_config, load_config, with_absolute_paths
 from infinity.content.format import ITEMSIZE
-from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.adapters import save_whole_adapters
 from infinity.fsdp.attach import Attachment
@@ -164,7 +161,7 @@ def offload_inside(
     check_optimizer(sharded, optimizer)
     _check_sources(sharded, weights, strict, init)
     kernel = make_kernel(optimizer)
-    if kernel.has_progress(optimizer):
+    if any(optimizer.state.values()) and not kernel.builds:
         raise UnsupportedError("the optimizer already has state. Pass a new optimizer that has not taken a step yet.")
     ranks = Ranks.current()
     if ranks.rank == 0:
@@ -174,11 +171,11 @@ def offload_inside(
     # Claim the paths and find the checkpoint, then choose the page layout and the number of cache slots.
     claimed = ClaimedPaths(settings, ranks)
     try:
-        plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, claimed.page_bytes())
+        plan = partial(plan_memory, settings, sharded, kernel, ranks, claimed.page_bytes())
         budget = ranks.together("planning memory", plan)
-        give_shapes(kernel, sharded, optimizer)
+        give_shapes(kernel, sharded)
         prepare_encodings(settings, budget.layout, ranks)
-        if shared := shared_slices(kernel, sharded, optimizer):
+        if shared := shared_slices(kernel, sharded):
             check_exchange(settings, kernel)
         # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
         run = _open(claimed, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
@@ -187,9 +184,7 @@ def offload_inside(
         raise
     try:
         filling = Filling(run, sharded, weights, strict, init)
-        steps = _make_steps(run, sharded, optimizer, kernel, shared)
-        resumed = filling.fill(steps.base_optimizer, steps.shards, new_optimizer=new_optimizer)
-        paged = _attach(run, sharded, steps, filling, resumed)
+        paged = _attach(run, sharded, optimizer, kernel, shared, filling, new_optimizer=new_optimizer)
         open_runs.add(paged, model)
     except BaseException as error:
         run.abandon(error)
@@ -219,34 +214,22 @@ def _open(claimed: ClaimedPaths, budget: Budget, optimizer: str, device: torch.d
         raise
 
 
-class _Steps(NamedTuple):
-    """Components that run training steps, before they are attached to the model."""
-
-    base_optimizer: BaseOptimizer
-    """The optimizer that was passed to `offload`."""
-    parameters: list[nn.Parameter]
-    """Parameters, in the order of their shards."""
-    runner: StepRunner
-    shards: ShardIO
-    """Gathers, loads and saves complete shards."""
-    described: RunDescription
-    """Description of the tensors that are stored in this rank's pages."""
-    checkpoint_writer: CheckpointWriter
-    """Publishes checkpoints in space that it has reserved."""
-
-
-def _make_steps(
+def _attach(
     run: Run,
     sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     kernel: UpdateKernel,
     shared: Mapping[int, tuple[tuple[int, ...], int]],
-) -> _Steps:
+    filling: Filling,
+    *,
+    new_optimizer: bool,
+) -> PagedOptimizer:
+    """Fill the pages, replace the model's shards with paged shards, and return the optimizer that trains the model."""
     full = None
     if shared:
         full = FullParameters(
             run.layout, open_slices(shared, run.ranks), run.ranks,
-            failure=lambda: run.pager.failure, exchanging=run.pager.exchanging,
+            failure=lambda: run.pager.failure, exchanging=run.pager.transfers.exchanging,
             timeout=run.settings.storage.timeout_seconds,
         )  # fmt: skip
         run.undo.push(full.close)
@@ -259,7 +242,10 @@ def _make_steps(
     )  # fmt: skip
     run.undo.push(runner.close)
     # One parameter and its states can always be loaded, for example to save them.
-    largest = max(_loaded_bytes(run.layout, shard) for shard in range(len(run.layout.shards)))
+    largest = max(
+        placed.spec.numel * sum(ITEMSIZE[dtype] for dtype in run.layout.format_of(shard).dtypes.values())
+        for shard, placed in enumerate(run.layout.shards)
+    )
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2, largest)
     shards = ShardIO(
         run.layout, run.pager, run.device, gpu_prefetcher, runner, run.ledger,
@@ -269,19 +255,7 @@ def _make_steps(
     run.check_not_forked += [runner.end, shards.close]
     described = describe(run, sharded)
     checkpoint_writer = make_checkpoint_writer(run, sharded, described, base_optimizer)
-    return _Steps(base_optimizer, parameters, runner, shards, described, checkpoint_writer)
-
-
-def _loaded_bytes(layout: Layout, shard: int) -> int:
-    """Return the size of the weights and states of a shard when they are loaded."""
-    return layout.shards[shard].spec.numel * sum(ITEMSIZE[dtype] for dtype in layout.format_of(shard).dtypes.values())
-
-
-def _attach(
-    run: Run, sharded: ShardedModel, steps: _Steps, filling: Filling, resumed: ResumedState | None
-) -> PagedOptimizer:
-    """Replace the model's shards with paged shards, and return the optimizer that trains the model."""
-    base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
+    resumed = filling.fill(base_optimizer, shards, new_optimizer=new_optimizer)
 
     def listen() -> Attachment:
         attachment = Attachment(sharded, shards, runner, run.ledger, alone=run.ranks.world_size == 1)
@@ -298,17 +272,19 @@ def _attach(
     if resumed is not None:
         runner.resume(resumed.step, {shard: scalars[shard] for shard in sharded.paged_shards if shard in scalars})
         base_optimizer.kernel.restore_own(resumed.own)
-    numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
+    numbers = {id(param): shard for shard, param in enumerate(parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters() if id(param) in numbers}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, base_optimizer, of_model, names)
     in_memory = ModulesInMemory(sharded, run.layout, shards, base_optimizer.in_memory, states)
     if sharded.on_meta or resumed is not None:
         run.ranks.together("loading the FSDP modules that stay in memory", partial(in_memory.load, scalars))
-    checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer, in_memory)
-    saves = LiveSaves(run, sharded.model, steps.described, runner, attachment, in_memory)
-    if run.directory.found is not None:
-        checkpointer.forget_others()
+    checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, checkpoint_writer, in_memory)
+    saves = LiveSaves(run, sharded.model, described, runner, attachment, in_memory)
+    if run.directory.found is not None:  # startup has succeeded on every rank
+        keep = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
+        remove = partial(remove_checkpoints, run.folder, run.ranks, keep=keep)
+        run.ranks.together("removing checkpoints", remove)
     paged = PagedOptimizer(base_optimizer, run, runner, attachment.passes, states, checkpointer, saves, resumed)
     loaded = filling.load(paged)
     if loaded is not None:

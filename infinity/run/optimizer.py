@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,19 +27,20 @@ from infinity.fsdp.passes import Passes
 from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group
 from infinity.optim.kernel import MODES
 from infinity.optim.optimizer_clone import in_place_of
-from infinity.optim.states import NO_COPIES, PagedStates, StateReader
+from infinity.optim.states import NotCopied, PagedStates, StateReader
 from infinity.optim.step import StepRunner
 from infinity.optim.update_thread import telling
 from infinity.run.checkpointing import Checkpointer
 from infinity.run.live_state import LiveSaves
 from infinity.run.run import Run
+from infinity.schedule.planner import Simulation
 from infinity.telemetry.ledger import StepRecord
 
 _KEPT_RECORDS = 10_000
 _log = logging.getLogger("infinity")
 
 
-class PagedOptimizer(torch.optim.Optimizer):
+class PagedOptimizer(NotCopied, torch.optim.Optimizer):
     """An optimizer that trains a model whose parameters and optimizer state are stored on NVMe.
 
     `infinity.offload` creates it from a base optimizer, with which it shares `param_groups`. A training step consists
@@ -228,7 +229,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         ledger.clipped(value := norm.item())
         if not math.isfinite(value):
-            self._runner.skip()
+            self._runner.skips = True
         return norm
 
     def _with_norm_of(self, ignored: list[nn.Parameter], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -306,14 +307,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
         for hook in after:
             hook(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise `UnsupportedError`, because a copy would share the run."""
-        raise UnsupportedError(NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise `UnsupportedError`, because `copy.copy` and `pickle` are not supported."""
-        raise UnsupportedError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the base optimizer that `torch.optim.Optimizer` does not define.
@@ -497,8 +490,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             InfinityError: if no step has been taken yet, because there is no plan before the first step.
         """
-        moved = self.run.activation_traffic
-        return self._runner.planner.predict_seconds(bandwidth, computation, moved.read + moved.written)
+        plan, moved = self.run.plan, self.run.activation_traffic
+        if plan is None:
+            raise InfinityError("step time cannot be predicted before the first step; complete a step first")
+        return Simulation(plan, self.run.layout, threaded=self.run.worker.threaded).seconds(
+            bandwidth=bandwidth, computation=computation, activations=moved.read + moved.written
+        )
 
     @property
     def run(self) -> Run:
@@ -596,7 +593,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
-            self._runner.skip()
+            self._runner.skips = True
         elif scale is not None:
             for param in (*self._reader.parameters, *self._own.in_memory.ignored.values()):
                 if param.grad is not None:

@@ -38,8 +38,6 @@ class Pacing:
         """Start polling.
 
         Args:
-            daemon: client of the node daemon.
-            run_id: id of the run.
             paths: absolute NVMe paths of the run.
             folders: folder of the run on each path, which contains this rank's files.
             pace: function that receives the limits in bytes per second, by folder. Folders without an entry have no

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -57,31 +56,6 @@ _NOT_HERE = (
 )
 
 
-class _Components(NamedTuple):
-    """Components that page a rank's state, from the lowest layer to the highest."""
-
-    host_cache: HostCache
-    """Pinned host memory for pages."""
-    engine: Engine
-    """I/O engine between the host cache and files."""
-    stats: Stats
-    """Counters of this rank."""
-    timeline: Timeline | None
-    """Recorded events for `telemetry.timeline`; None if it is not set."""
-    ledger: Ledger
-    """Records time and bytes per step."""
-    store: PageStore
-    """Maps page versions to extents in files."""
-    pager: Pager
-    """Loads pages into the host cache before they are needed."""
-    activations: ActivationPages | None
-    """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
-    worker: UpdateWorker
-    """Runs updates, on its own thread or inline."""
-    planner: StepPlanner
-    """Chooses the update schedule and the plan that the pager follows."""
-
-
 class Run:
     """State of a run from `offload` to `close`.
 
@@ -106,9 +80,6 @@ class Run:
         """Open the run.
 
         Args:
-            settings: settings of this rank.
-            ranks: the ranks of the run.
-            budget: page layout and number of cache slots of this rank.
             directory: locked folders of the run. The caller releases them if this constructor raises an error. device:
                 compute device.
             exchanges: whether ranks exchange data during updates.
@@ -121,7 +92,6 @@ class Run:
         self.settings, self.ranks, self.directory = settings, ranks, directory
         self._exchanges = exchanges
         self.layout: Layout = budget.layout
-        """Page layout of this rank."""
         self.undo = Undo()
         """Cleanup functions of all open components."""
         self.check_not_forked: list[Callable[[str], object]] = []
@@ -130,7 +100,6 @@ class Run:
         # Set if a drive or device does not respond: memory and files that it may still access are not released.
         self._stalled = False
         self.device = open_device(device)
-        """Compute device."""
         cores, computing = _cores(ranks), torch.get_num_threads()
         self.update_cores = settings.update.thread_cores(device.type, cores=cores, computing=computing)
         """Number of cores of the update thread; 0 if updates run on the training thread."""
@@ -142,23 +111,15 @@ class Run:
         self.peers = Peers(ranks)
         """The other ranks. A failure on one rank ends the run on all ranks."""
         try:
-            opened = ranks.together("opening the run", partial(self._open, budget))
-            choose = partial(self._choose_update_device, opened.worker)
-            self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
+            ranks.together("opening the run", partial(self._open, budget))
+            self.updates_on_device = ranks.agree(
+                ranks.together("choosing where updates run", self._choose_update_device)
+            )
             """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
         except BaseException as error:
             told = isinstance(error, Exception)  # already reported by `together`, unlike an interrupt
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
             raise
-        # Documented in `_Components`.
-        self.host_cache, self.engine, self.store, self.pager = (
-            opened.host_cache,
-            opened.engine,
-            opened.store,
-            opened.pager,
-        )
-        self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
-        self.activations, self.worker, self.planner = opened.activations, opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
 
     @property
@@ -186,7 +147,7 @@ class Run:
         """Size of this rank's host cache, in bytes."""
         return self.host_cache.nbytes
 
-    def _open(self, budget: Budget) -> _Components:
+    def _open(self, budget: Budget) -> None:
         settings, layout, folder, checkpoints = self.settings, self.layout, self.folder, self.directory.checkpoints
         with _naming_limit():
             folder.create()
@@ -197,20 +158,22 @@ class Run:
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
             space.allocate(slots)
-            host_cache = HostCache(
+            self.host_cache = host_cache = HostCache(
                 budget.cache_slots + budget.activation_cache_slots, layout.page_bytes, device=self.device
             )
             self.undo.push(partial(self._close_host_cache, host_cache))
             moving = open_engine(settings.storage)
-            engine = PacedEngine(moving)
+            self.engine: Engine = (engine := PacedEngine(moving))
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
-            stats = _stats_file(settings, self.ranks, self.directory, engine.name)
-            self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine updates it
-            timeline = _timeline(settings, self.ranks, layout)
-            ledger = Ledger(stats, timeline)
+            self.stats = stats = _stats_file(settings, self.ranks, self.directory, engine.name)
+            # Closed last, because the engine updates it. After a step, its final values can still be scraped.
+            self.undo.push_under(lambda: stats.close(keep=stats.snapshot().value("steps_total") > 0))
+            self.timeline = timeline = _timeline(settings, self.ranks, layout)
+            """Recorded events for `telemetry.timeline`; None if it is not set."""
+            self.ledger = ledger = Ledger(stats, timeline)
             engine.register(host_cache.memory)
-            store = PageStore(
+            self.store = store = PageStore(
                 layout.pages,
                 paths,
                 files,
@@ -258,34 +221,30 @@ class Run:
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
             cache_slots = host_cache.part(0, budget.cache_slots)
-            pager = Pager(layout, cache_slots, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
+            self.pager = pager = Pager(
+                layout, cache_slots, self.device, store, ledger, timeout=timeout, failed=self.peers.report
+            )
             self.undo.push(partial(self._drain, pager))
-            activations = None
+            self.activations: ActivationPages | None = None
+            """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
             if budget.activation_cache_slots:
                 further = host_cache.part(budget.cache_slots, budget.activation_cache_slots)
-                activations = self._open_activations(further, beside, engine, ledger, loads, pager)
-            worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
-            self.undo.push(worker.close)
+                self.activations = self._open_activations(further, beside, loads)
+            self.worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
+            self.undo.push(self.worker.close)
             if self.ranks.local_rank == 0:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
                 self.undo.push(wear.close)
-        planner = StepPlanner(
+        self.planner = StepPlanner(
             layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule,
-            threaded=worker.threaded, exchanges=self._exchanges,
+            threaded=self.worker.threaded, exchanges=self._exchanges,
         )  # fmt: skip
         for role in set(Role) - {Role.ACTIVATION}:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(host_cache.nbytes)
-        return _Components(host_cache, engine, stats, timeline, ledger, store, pager, activations, worker, planner)
 
     def _open_activations(
-        self,
-        host_cache: HostCachePart,
-        space: UnnamedSpace | None,
-        engine: Engine,
-        ledger: Ledger,
-        loads: PathLoads,
-        pager: Pager,
+        self, host_cache: HostCachePart, space: UnnamedSpace | None, loads: PathLoads
     ) -> ActivationPages:
         """Create the pages for activations, in cache slots and, if `space` is given, in files."""
         store, settings = None, self.settings.storage
@@ -295,10 +254,10 @@ class Run:
                 (),
                 space.files,
                 (),
-                engine,
+                self.engine,
                 space,
                 name_of=lambda page: f"activations/{Role.ACTIVATION.value}[{page}]",
-                moved=partial(_book_transfer, ledger, None, loads),
+                moved=partial(_book_transfer, self.ledger, None, loads),
                 timeout=settings.timeout_seconds,
                 spare=SPARE_SLOTS,
                 retries=settings.retries,
@@ -308,18 +267,18 @@ class Run:
             space.unname()
             self.undo.push(store.close)
         activations = ActivationPages(
-            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, pager.transfers,
-            ledger, timeout=settings.timeout_seconds,
+            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, self.pager.transfers,
+            self.ledger, timeout=settings.timeout_seconds,
         )  # fmt: skip
         self.undo.push(partial(self._drain, activations))
         return activations
 
-    def _choose_update_device(self, worker: UpdateWorker) -> bool:
+    def _choose_update_device(self) -> bool:
         """Return whether pages are updated on the device, and log the reason."""
         continued = self.directory.continued
         before = continued.updated_on if continued is not None else None
         on_device, why = choose_update_device(
-            self.settings, self.device, self.layout, worker, before, exchanges=self._exchanges
+            self.settings, self.device, self.layout, self.worker, before, exchanges=self._exchanges
         )
         if self.device.asynchronous and self.ranks.rank == 0:
             _log.info("updates run on the %s: %s", self.device.name.type if on_device else "cpu", why)
@@ -335,7 +294,7 @@ class Run:
 
         Threads, drives and counters belong to the parent, so the child could only hang or interfere with the parent.
         """
-        self.pager.leave_to_parent(InfinityError(_NOT_HERE))
+        self.pager.transfers.leave_to_parent(InfinityError(_NOT_HERE))
         for refuse in self.check_not_forked:
             refuse(_NOT_HERE)
 
@@ -458,11 +417,6 @@ def _stats_file(settings: Config, ranks: Ranks, directory: RunDirectory, engine:
     except ConfigError as error:
         _log.warning("this rank's counters are not published to infinityd: %s", error)
         return create(None)
-
-
-def _close_page(stats: Stats) -> None:
-    """Close the stats file. If the run has taken a step, the file is kept so that its final values can be scraped."""
-    stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
 def _cores(ranks: Ranks) -> int:

@@ -43,10 +43,6 @@ class ClaimedPaths:
     def __init__(self, settings: Config, ranks: Ranks) -> None:
         """Lock the paths and look for the checkpoint. All ranks must call it together, and all of them fail together.
 
-        Args:
-            settings: settings of this rank.
-            ranks: the ranks of the run.
-
         Raises:
             ConfigError: if a path cannot be used.
             FolderBusyError: if another live run is using a path.
@@ -123,11 +119,7 @@ class ClaimedPaths:
         return 0
 
     def release(self, cause: BaseException) -> None:
-        """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over.
-
-        Args:
-            cause: reason why the startup failed.
-        """
+        """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over."""
         end_all(*self.undo.take(), cause=cause)
 
 
@@ -185,11 +177,6 @@ class RunDirectory:
 
         All ranks must call it together, and if one rank fails, all of them fail. After an error, `claimed` must be
         released.
-
-        Args:
-            claimed: locked paths, and the checkpoint to resume from.
-            layout: page layout of this rank.
-            optimizer: class name of the optimizer.
 
         Raises:
             CheckpointError: if the checkpoint belongs to a different model.

@@ -23,8 +23,6 @@ class Space:
         """Initialize the object without allocating space.
 
         Args:
-            daemon: client of the node daemon.
-            run_id: id of the run.
             files: one file per NVMe path.
         """
         self._daemon, self._run_id = daemon, run_id

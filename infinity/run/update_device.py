@@ -35,10 +35,6 @@ def choose_update_device(
     """Choose the device on which pages are updated.
 
     Args:
-        settings: settings of this rank.
-        device: compute device.
-        layout: page layout of this rank.
-        worker: runs updates on the host.
         before: type of the device on which the resumed checkpoint was updated, such as ``cpu``; None for a new run.
         exchanges: whether ranks exchange data during updates, which is supported only on the host.
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from infinity.daemon_client import NodeDaemon
 from infinity.schema import Mismatch, integer, number, printable, record
@@ -27,12 +27,10 @@ _STEPS, _SECONDS = 5, 20.0
 _WRITTEN: Final = BY_NAME["io_bytes_total"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Moment:
+class _Moment(NamedTuple):
     """Counters of this rank at a point in time."""
 
     time: float
-    """Monotonic time in seconds."""
     steps: float
     written: Sequence[float]
     """Bytes written, by path."""
@@ -69,8 +67,6 @@ class WearWarning:
         """Start measuring.
 
         Args:
-            daemon: client of the node daemon.
-            stats: counters of this rank.
             paths: absolute NVMe paths of the run.
             ranks: number of ranks of the run on this node.
         """
@@ -105,7 +101,7 @@ class WearWarning:
         written = [
             sum(page.value_at(_WRITTEN, ("write", role, device)) for role in ROLES) for device in page.header.devices
         ]
-        return _Moment(time=time.monotonic(), steps=page.value("steps_total"), written=written)
+        return _Moment(time.monotonic(), page.value("steps_total"), written)
 
     def _warning(self, written: Mapping[str, float]) -> str:
         """Return the warning about bytes written per day by path, or an empty string."""

@@ -6,30 +6,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from infinity.content.layout import Page
 from infinity.content.views import bytes_of
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
 from infinity.schedule.cache_slots import CacheSlots
 from infinity.schedule.stack import SPARE_CACHE_SLOTS, activation_page, page_lengths
 from infinity.schedule.trace import Mode, Use
-from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+from infinity.schedule.transfers import PageReaderWriter, Transfers
+from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
-
-
-class ActivationStore(PageReaderWriter, Protocol):
-    """Store to which activations are written."""
-
-    def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
-        """Add pages to the store. See `PageStore.add`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +42,18 @@ class ActivationTraffic:
 
 
 class StoredActivation:
-    """The stored bytes of one tensor. Its pages are freed when this object is garbage collected."""
+    """The stored bytes of one tensor. Its pages are freed when this object is garbage collected.
 
-    __slots__ = ("__weakref__", "_given_up", "pages")
+    All saved tensors that cover the same memory range share it, whatever their shapes.
+    """
+
+    __slots__ = ("__weakref__", "_given_up", "modified", "pages")
 
     def __init__(self, pages: tuple[int, ...], given_up: deque[tuple[int, ...]]) -> None:
         self.pages = pages
         """Numbers of the tensor's pages, in the order of its bytes. Constant."""
+        self.modified = False
+        """Whether the memory was modified before the copy completed. Set by `SavedActivations`."""
         self._given_up = given_up
 
     def __del__(self) -> None:
@@ -72,13 +70,8 @@ class ActivationPages:
     `Transfers`.
 
     Args:
-        host_cache: cache slots for the pages.
-        page_bytes: size of a cache slot, in bytes.
-        device: device of the tensors.
         store: store to which pages are written. If ``None``, all pages must fit into the cache slots.
         shares: stripe weights of the store's NVMe paths.
-        transfers: transfers in flight, the lock, and the first error.
-        observer: receiver of telemetry.
         timeout: maximum duration of a wait, in seconds.
     """
 
@@ -87,10 +80,10 @@ class ActivationPages:
         host_cache: HostCachePart,
         page_bytes: int,
         device: Device,
-        store: ActivationStore | None,
+        store: PageReaderWriter | None,
         shares: Sequence[float],
         transfers: Transfers,
-        observer: PagerObserver,
+        observer: Ledger,
         *,
         timeout: float,
     ) -> None:
@@ -104,7 +97,7 @@ class ActivationPages:
         """All pages, by number. The list grows to the peak number of pages in use."""
         self._cache_slots = CacheSlots(self._pages, host_cache)
         self._cache = Cache(
-            self._cache_slots, transfers, store or _Nowhere(), observer,
+            self._cache_slots, transfers, store, observer,
             timeout=timeout, enter_thread=device.enter_thread, named=False,
             setting="activations.host_bytes",
         )  # fmt: skip
@@ -191,7 +184,6 @@ class ActivationPages:
         """Copy the bytes of a stored tensor to the device, on the current stream.
 
         Args:
-            kept: stored activation.
             into: one-dimensional tensor of bytes on the device that receives the bytes.
 
         Raises:
@@ -237,7 +229,7 @@ class ActivationPages:
             return self._cache_slots.census()
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies. See `Pager.drain`. The instance must not be used afterwards."""
+        """Wait for all transfers and copies. See `Cache.drain`. The instance must not be used afterwards."""
         return self._cache.drain()
 
     # Pages #
@@ -359,26 +351,3 @@ class ActivationPages:
                 self._cache.claim(Use(page, Mode.READ), kept=False)
         self._claimed = wanted
         self._cache.prefetch()
-
-
-class _Nowhere:
-    """Placeholder for the store if all pages fit into cache slots. It never holds a page."""
-
-    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        raise InfinityError(f"activation {page} cannot be read: it was never stored")
-
-    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        raise InfinityError(f"activation {page} cannot be written: there is no store")
-
-    def discard(self, page: int) -> None:
-        """Do nothing."""
-
-    def has(self, page: int) -> bool:
-        """Return ``False``."""
-        return False
-
-    def expect_gradients(self, stored: bool) -> None:
-        """Do nothing."""
-
-    def oldest_request(self) -> None:
-        """Return ``None``."""

@@ -24,7 +24,8 @@ from infinity.memory.device import DeviceEvent
 from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.copies import Copies
 from infinity.schedule.trace import Access, Mode, Use
-from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+from infinity.schedule.transfers import PageReaderWriter, Transfers
+from infinity.telemetry.ledger import Ledger
 
 _WRITTEN_BACK = 4
 """Number of dirty pages that are written back concurrently when a cache slot is needed. A single page would free a
@@ -43,10 +44,7 @@ class Cache:
     reads these pages.
 
     Args:
-        cache_slots: page table, which assigns cache slots to pages.
-        transfers: transfers in flight, and the lock.
-        store: storage that pages are read from and written to.
-        observer: receiver of telemetry.
+        store: storage that pages are read from and written to. ``None`` if every page has a cache slot.
         timeout: maximum duration of a copy between a cache slot and a device, in seconds.
         enter_thread: function that is called at the start of the thread that waits for these copies.
         named: whether the page numbers of this cache are meaningful to the observer. If not, it receives -1 instead.
@@ -57,8 +55,8 @@ class Cache:
         self,
         cache_slots: CacheSlots,
         transfers: Transfers,
-        store: PageReaderWriter,
-        observer: PagerObserver,
+        store: PageReaderWriter | None,
+        observer: Ledger,
         *,
         timeout: float,
         enter_thread: Callable[[], None],
@@ -108,7 +106,6 @@ class Cache:
         also waits until all writes of the page, and all copies of it to a device, have ended.
 
         Args:
-            uses: distinct pages, with their modes.
             threaded: whether the calling thread is not the training thread.
 
         Raises:
@@ -128,12 +125,12 @@ class Cache:
             for use in uses:
                 page, state = use.page, pages[use.page]
                 if state.reading:
-                    self._wait(partial(_is_read, state), "read", page, threaded=threaded)
+                    self._wait(lambda state=state: not state.reading, "read", page, threaded=threaded)  # type: ignore[misc]
                 # While a page is being written, other threads read and hash it, so a modification now would store a
                 # torn page. No new write of the page starts after this wait, because the page is pinned. `flush`
                 # ignores pins, but it runs on the training thread and first waits for all reservations.
                 if state.writing and use.mode.modifies:
-                    self._wait(partial(_is_written, state), "write", page, threaded=threaded)
+                    self._wait(lambda state=state: not state.writing, "write", page, threaded=threaded)  # type: ignore[misc]
                 self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
             # If a read fails to start, no wait above raises its error. The error must be raised here rather than by the
             # next access, because the cache slot does not contain the page.
@@ -155,7 +152,7 @@ class Cache:
 
     def _fetch(self, use: Use, *, threaded: bool) -> None:
         page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
-        reads = fetches and state.cache_slot < 0 and self._store.has(page)
+        reads = fetches and state.cache_slot < 0 and self._is_stored(page)
         if fetches:
             self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
         self._reserved.discard(page)
@@ -172,7 +169,6 @@ class Cache:
         """Unpin the pages of an access that has ended, and record whether their content was modified or consumed.
 
         Args:
-            uses: pages of the access, with their modes.
             device_event: event recorded after the copies between the pages and a device. Pages that are read are copied
                 to the device, and pages that are modified are copied from it. All pages stay pinned until the device
                 has passed the event. If ``None``, there are no copies.
@@ -192,7 +188,7 @@ class Cache:
                 state.dirty = True
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
-                self._store.discard(use.page)  # a write may still be in flight, see `PageStore._writing`
+                self._discard_stored(use.page)  # a write may still be in flight, see `PageStore._writing`
         if pending is not None:
             self.copies.add(pending, uses)
 
@@ -225,7 +221,7 @@ class Cache:
     def has_content(self, page: int) -> bool:
         """Return ``True`` if a page has content in memory or in the store."""
         state = self._cache_slots.pages[page]
-        return state.dirty or state.writing or self._store.has(page)
+        return state.dirty or state.writing or self._is_stored(page)
 
     def discard(self, page: int) -> None:
         """Drop the content of a page that will not be read again.
@@ -236,7 +232,7 @@ class Cache:
         state.dirty = False
         if state.cache_slot >= 0 and not state.pins:
             self._release_cache_slot(page)
-        self._store.discard(page)
+        self._discard_stored(page)
 
     # Window of the plan #
 
@@ -244,7 +240,6 @@ class Cache:
         """Claim the page of a use that enters the window. If the page is not in memory, queue the use for `prefetch`.
 
         Args:
-            use: use that enters the window.
             kept: whether the plan has kept the page since its previous use. If so, this use inherits the claim of the
                 previous one.
         """
@@ -288,7 +283,7 @@ class Cache:
                     # slot.
                     if not state.pins:
                         self._reserved.add(use.page)
-                elif self._store.has(use.page):
+                elif self._is_stored(use.page):
                     # Reads must leave cache slots free for waiting threads and for earlier uses that replace the
                     # content of their page. Otherwise a read for a later use would take the cache slot of an earlier
                     # use, which would then have to evict pages of the window.
@@ -306,7 +301,6 @@ class Cache:
         first.
 
         Args:
-            page: number of the page.
             consumed: whether the content of the page is no longer needed. If so, the page is evicted even if it is
                 resident. It keeps its cache slot only if a use inside the window will replace its content.
         """
@@ -339,10 +333,7 @@ class Cache:
                     self._write(page)
             if not self._writes:
                 return
-            self._transfers.wait(self._nothing_is_written, "write", -1)
-
-    def _nothing_is_written(self) -> bool:
-        return not self._writes
+            self._transfers.wait(lambda: not self._writes, "write", -1)
 
     def _evict_clean(self) -> bool:
         """Evict one clean page that is not pinned, claimed or resident. Return ``False`` if there is no such page."""
@@ -440,6 +431,13 @@ class Cache:
         self.copies.close()
         return done
 
+    def _is_stored(self, page: int) -> bool:
+        return self._store is not None and self._store.has(page)
+
+    def _discard_stored(self, page: int) -> None:
+        if self._store is not None:
+            self._store.discard(page)
+
     # Transfers #
 
     def _wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool) -> None:
@@ -458,6 +456,7 @@ class Cache:
             if error is None:
                 self.evict(page)  # the page may have lost its claim during the read
 
+        assert self._store is not None
         self._transfers.read(self._store, page, self._cache_slots.content(page), ended)
 
     def _write(self, page: int) -> None:
@@ -476,15 +475,8 @@ class Cache:
                 self.evict(page)
             self.prefetch()
 
+        assert self._store is not None
         self._transfers.write(self._store, page, self._cache_slots.content(page), ended)
-
-
-def _is_read(state: PageState) -> bool:
-    return not state.reading
-
-
-def _is_written(state: PageState) -> bool:
-    return not state.writing
 
 
 def _is_left_by_device(state: PageState, mode: Mode) -> bool:

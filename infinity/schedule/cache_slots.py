@@ -64,7 +64,6 @@ class CacheSlots:
 
     Args:
         pages: all pages, by number. To add pages later, extend this sequence and call `grow`.
-        host_cache: memory that is divided into the cache slots.
     """
 
     def __init__(self, pages: Sequence[Page], host_cache: HostCachePart) -> None:

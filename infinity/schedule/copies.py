@@ -21,7 +21,6 @@ class Copies:
     until `close`. All other state is read and changed under the lock of `Transfers`.
 
     Args:
-        transfers: transfers in flight, the lock, and the first error.
         ended: function that is called with the lock held when the copy of an access has ended.
         timeout: maximum duration of a copy, in seconds.
         enter_thread: function that is called at the start of the thread.

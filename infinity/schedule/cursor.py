@@ -42,8 +42,6 @@ class Cursor:
     the window begins at 5, even if 6 ends first. When 5 has ended too, the window begins at 7.
 
     Args:
-        plan: plan to follow.
-        cache: cache that prefetches and evicts.
         first: position of the first access to follow.
     """
 
@@ -61,14 +59,9 @@ class Cursor:
         """Access that the plan expects at `position`."""
         return self.plan.access(self.position)
 
-    @property
-    def claimed(self) -> bool:
-        """``True`` if the next access is inside the window."""
-        return self._claimed >= self.position
-
-    def reaches(self, access: PlannedAccess) -> bool:
-        """Return ``True`` if an access is inside the window."""
-        return self._claimed >= access.position
+    def reaches(self, position: int) -> bool:
+        """Return ``True`` if a position is inside the window."""
+        return self._claimed >= position
 
     @property
     def between_steps(self) -> bool:

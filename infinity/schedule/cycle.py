@@ -63,15 +63,10 @@ def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int)
 
     Args:
         uses: uses of two cycles, preceded by the uses of a prefix if the plan has one.
-        length: number of accesses in one cycle.
         resident: pages that stay permanently. They do not count towards `streaming`.
         streaming: maximum number of distinct pages in the window.
     """
-    places, starts, before, after = uses.places, uses.starts, uses.before, uses.after
-    if resident:  # treat resident pages as if they were always inside the window
-        number = len(uses.pages)
-        before = [number if page in resident else use for page, use in zip(uses.pages, before, strict=True)]
-        after = [-1 if page in resident else use for page, use in zip(uses.pages, after, strict=True)]
+    pages, places, starts, before, after = uses.pages, uses.places, uses.starts, uses.before, uses.after
     reach: list[int] = []
     # The window ends before the use `head` and contains `inside` pages. There are at most `streaming` of them, because
     # more pages would not have cache slots. `head` never moves back, so c is monotone. The cursor relies on this
@@ -80,14 +75,14 @@ def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int)
     for position in range(len(starts) - 1 - length):
         tail, limit = starts[position], starts[position + length]
         while head < limit:
-            if before[head] < tail:  # the page is not yet in the window
+            if before[head] < tail and pages[head] not in resident:  # the page is not yet in the window
                 if inside == streaming:
                     break
                 inside += 1
             head += 1
         reach.append(places[head] - 1)
         for use in range(tail, starts[position + 1]):
-            if after[use] >= head:
+            if after[use] >= head and pages[use] not in resident:
                 inside -= 1
     return reach
 
@@ -100,7 +95,6 @@ def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> l
     Args:
         accesses: accesses of two cycles, preceded by the accesses of a prefix if the plan has one.
         length: number of accesses in one cycle, which is also the maximum length of a window.
-        layout: pages of this rank.
     """
     fsdp_modules = [layout.pages[access[0].page].fsdp_module for access in accesses]
     # Positions that are followed by an access of a different FSDP module.

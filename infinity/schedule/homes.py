@@ -18,7 +18,7 @@ from infinity.content.layout import Layout, Page
 from infinity.memory.device import Device, DeviceEvent, Stream
 from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.trace import Access, Mode
-from infinity.schedule.transfers import PagerObserver
+from infinity.telemetry.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -39,14 +39,9 @@ class GpuResidentPages:
     Pages of weights, master and moments occupy device memory as long as their FSDP module is GPU-resident. Pages of
     gradients occupy it from their first write until they are consumed or discarded. The caller of every method except
     `contents` and `build` must hold the lock of `Transfers`. The methods may queue work on the device.
-
-    Args:
-        layout: pages of this rank.
-        device: device that holds the pages.
-        observer: receiver of telemetry.
     """
 
-    def __init__(self, layout: Layout, device: Device, observer: PagerObserver) -> None:
+    def __init__(self, layout: Layout, device: Device, observer: Ledger) -> None:
         self._layout, self._device, self._observer = layout, device, observer
         self.fsdp_modules: frozenset[int] = frozenset()
         """GPU-resident FSDP modules. The training thread changes this set while no reservation is outstanding."""
@@ -96,7 +91,6 @@ class GpuResidentPages:
         """Record that a use of pages has ended.
 
         Args:
-            uses: pages of the access, with their modes.
             device_event: event recorded after the use. If ``None``, the use ends with the work that is queued on the
                 current stream of the calling thread.
         """

@@ -15,9 +15,7 @@ lists the threads that take it):
 threads, and operations that run between steps.
 
 An *access* needs a few pages in memory at the same time. A *reservation* is an access that takes place later, usually
-on another thread. The *window* is the range of upcoming accesses whose pages the plan keeps in the host cache; each of
-these accesses has a *claim* on its pages. A page is *pinned* while it is in use, and *resident* if the plan keeps it
-permanently in the host cache. An access is *off the plan* if no plan is followed or the plan did not expect the access.
+on another thread. `cache` and `cursor` define the other terms.
 
 [Note: GPU-resident FSDP modules] `set_gpu_resident` moves all pages of an FSDP module to the device. An access to such
 pages is not part of a plan, needs no cache slots, and returns bytes that are on the device. In all other respects,
@@ -31,7 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -49,7 +48,8 @@ from infinity.schedule.cursor import Cursor, PlannedAccess
 from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
-from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+from infinity.schedule.transfers import PageReaderWriter, Transfers
+from infinity.telemetry.ledger import Ledger
 
 _FAILURE_CHECK_SECONDS = 0.5
 """Interval, in seconds, at which the training thread checks for failures while it waits for a job of another thread."""
@@ -59,6 +59,7 @@ this many cache slots.
 """
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Reservation:
     """An access that takes its place in the plan now and holds its pages later, in a ``with`` block.
 
@@ -68,44 +69,38 @@ class Reservation:
     their reservations one at a time, in the order in which they were created. If updates have no thread of their own,
     the training thread holds their reservations. Before the training thread uses a page, it waits until all
     reservations of the page have been returned. If `__enter__` raises, the reservation is never returned, and every
-    later wait raises the first error. A reservation is immutable.
+    later wait raises the first error.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        uses: Access,
-        cursor: Cursor | None,
-        access: PlannedAccess | None,
-        *,
-        earlier: Sequence[int],
-        threaded: bool,
-        copies: Callable[[], DeviceEvent] | None,
-    ) -> None:
-        self._pager, self._earlier, self._threaded, self._copies = pager, earlier, threaded, copies
-        self.uses = uses
-        """The pages and their modes, in the form that `Pager.access` expects."""
-        self._cursor = cursor
-        """Cursor in which the reservation took its place, or ``None`` off the plan."""
-        self._access = access
-        """Place of the reservation in the plan, or ``None`` off the plan."""
+    pager: Pager
+    uses: Access
+    """The pages and their modes, in the form that `Pager.access` expects."""
+    cursor: Cursor | None
+    """Cursor in which the reservation took its place, or ``None`` off the plan."""
+    access: PlannedAccess | None
+    """Place of the reservation in the plan, or ``None`` off the plan."""
+    earlier: Sequence[int]
+    """Total number of reservations of each page that must have been returned before. Empty unless the reservation
+    prefetches weights for a later gather.
+    """
+    threaded: bool
+    """Whether a thread other than the training thread holds the reservation."""
+    copies: Callable[[], DeviceEvent] | None
+    """Function that records an event after all copies. See `Pager.access`."""
 
     def hold_at_once(self) -> list[Content] | None:
         """Acquire the pages if this is possible without waiting, and return their bytes. Otherwise return ``None``.
 
         Call `__exit__` to release the pages.
         """
-        return self._pager._acquire_at_once(self.uses, threaded=self._threaded)
+        return self.pager._acquire_at_once(self)
 
     def __enter__(self) -> list[Content]:
         """Wait for the pages and return their bytes. Raises the same exceptions as `Pager.access`."""
-        return self._pager._acquire_reservation(
-            self.uses, self._earlier, self._cursor, self._access, threaded=self._threaded
-        )
+        return self.pager._acquire_reservation(self)
 
     def __exit__(self, *exception: object) -> None:
-        device_event = self._copies() if self._copies else None
-        self._pager._release_reservation(self.uses, self._cursor, self._access, device_event)
+        self.pager._release_reservation(self, self.copies() if self.copies else None)
 
 
 class Pager:
@@ -120,10 +115,6 @@ class Pager:
     training thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
-        layout: pages of this rank.
-        host_cache: cache slots for the pages.
-        device: device that runs the computation.
-        store: storage that pages are read from and written to.
         observer: receiver of telemetry. It is called with the lock held.
         timeout: maximum duration of a wait, in seconds.
         failed: function that is called once, with the first error, from any thread and with the lock held. It must not
@@ -136,7 +127,7 @@ class Pager:
         host_cache: HostCachePart,
         device: Device,
         store: PageReaderWriter,
-        observer: PagerObserver,
+        observer: Ledger,
         *,
         timeout: float,
         failed: Callable[[Exception], None],
@@ -178,7 +169,6 @@ class Pager:
         calling thread.
 
         Args:
-            uses: distinct pages that are needed at the same time, with their modes.
             planned: whether this access is part of a training step. If not, its pages are read on demand, and the
                 position in the plan does not change.
             copies: function that is called at the end of the access and returns an event recorded after all copies
@@ -206,15 +196,21 @@ class Pager:
             self._release(uses, planned=planned, device_event=copies() if copies else None)
 
     def reservation(
-        self, uses: Access, *, threaded: bool, copies: Callable[[], DeviceEvent] | None = None, ahead: bool = False
+        self,
+        uses: Access,
+        *,
+        threaded: bool,
+        copies: Callable[[], DeviceEvent] | None = None,
+        planned: bool = True,
+        ahead: bool = False,
     ) -> Reservation:
         """Return a reservation, which takes its place in the plan now and holds its pages later.
 
         Args:
-            uses: distinct pages that are needed at the same time, with their modes.
             threaded: whether a thread other than the training thread holds the reservation. Waits on such a thread do
                 not count as stalls of the training thread.
             copies: function with the same meaning as for `access`.
+            planned: whether the reservation is part of a training step, as for `access`.
             ahead: whether the reservation prefetches weights for a later gather. Before it holds its pages, such a
                 reservation waits until all earlier reservations of these pages have been returned by the updates that
                 modify them, and until the window has reached it. The training thread waits for the prefetch, so it runs
@@ -225,7 +221,7 @@ class Pager:
         """
         with self.transfers.lock:
             self.transfers.check()
-            cursor = self._follow(uses) if not self._gpu_resident_pages.has(uses) else None
+            cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
             access = cursor.take(uses) if cursor is not None else None
             self.reservations += 1
             states = [self._cache_slots.pages[use.page] for use in uses]
@@ -234,13 +230,12 @@ class Pager:
             earlier = [state.returned + state.reservations for state in states] if ahead else ()
             for state in states:
                 state.reservations += 1
-        return Reservation(self, uses, cursor, access, earlier=earlier, threaded=threaded, copies=copies)
+        return Reservation(
+            pager=self, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded, copies=copies
+        )
 
     def reserve_space(self, plan: Plan) -> None:
         """Reserve drive space for gradients if the steps of a plan store gradients. Otherwise release this space.
-
-        Args:
-            plan: plan of the next steps.
 
         Raises:
             BudgetError: if the space is not available.
@@ -287,7 +282,6 @@ class Pager:
         """Wait until the device has passed an event. This method may be called from any thread.
 
         Args:
-            device_event: event to wait for.
             what: description of the device's work before this event, for the error message.
 
         Raises:
@@ -302,8 +296,7 @@ class Pager:
         """Block the training thread until a job of another thread has finished, successfully or not.
 
         Args:
-            job: job to wait for.
-            cause: cause of the stall that is reported to `PagerObserver.stalled`.
+            cause: cause of the stall that is reported to `Ledger.stalled`.
 
         Raises:
             Exception: the first error, if an operation fails before or during the wait.
@@ -316,12 +309,6 @@ class Pager:
             if self.transfers.failure is not None:
                 raise self.transfers.failure
         self._observer.stalled(cause, -1, perf_counter() - began)
-
-    def exchanging(self) -> AbstractContextManager[None]:
-        """Return a context manager for the part of an update that waits for other ranks, which has no time limit. It
-        must be entered on the thread that runs updates.
-        """
-        return self.transfers.exchanging()
 
     @property
     def between_steps(self) -> bool:
@@ -364,9 +351,6 @@ class Pager:
 
     def set_gpu_resident(self, fsdp_modules: frozenset[int]) -> None:
         """Make the given FSDP modules GPU-resident, and no others. Must be called between steps.
-
-        Args:
-            fsdp_modules: indices of FSDP modules.
 
         Raises:
             torch.OutOfMemoryError: if the device has too little memory. FSDP modules in `fsdp_modules` that were
@@ -454,20 +438,8 @@ class Pager:
         with self.transfers.lock:
             self.transfers.fail(error)
 
-    def leave_to_parent(self, error: Exception) -> None:
-        """Make every call in a forked child process raise `error`, regardless of the state of the parent's threads at
-        the fork.
-        """
-        self.transfers.leave_to_parent(error)
-
     def drain(self) -> bool:
-        """Wait for all transfers and copies, without raising. After a failure, wait only for a short time.
-
-        The pager must not be used afterwards.
-
-        Returns:
-            ``True`` if all copies between the device and the host cache have ended.
-        """
+        """Wait for all transfers and copies. See `Cache.drain`. The pager must not be used afterwards."""
         with self.transfers.lock:
             self._cursor = None
         return self._cache.drain()
@@ -497,8 +469,8 @@ class Pager:
             # The window cannot advance past an outstanding reservation. An access outside the window must wait for the
             # reservation: if its pages were read on demand, they would take cache slots that the plan has assigned to
             # other pages, and the number of bytes per step would depend on the speed of updates.
-            if cursor is not None and not cursor.claimed:
-                self.transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
+            if cursor is not None and not cursor.reaches(cursor.position):
+                self.transfers.wait(lambda: cursor.reaches(cursor.position), "update", uses[0].page)
             for use in uses:
                 state = self._cache_slots.pages[use.page]
                 if state.reservations:
@@ -514,64 +486,44 @@ class Pager:
             if self._waiting:
                 self.transfers.lock.notify_all()
 
-    def _acquire_reservation(
-        self,
-        uses: Access,
-        earlier: Sequence[int],
-        cursor: Cursor | None,
-        access: PlannedAccess | None,
-        *,
-        threaded: bool,
-    ) -> list[Content]:
-        """Acquire the pages of a reservation and return their bytes.
-
-        Args:
-            uses: pages of the reservation.
-            earlier: total number of reservations of each page that must have been returned before. Empty unless the
-                reservation prefetches weights for a later gather.
-            cursor: cursor in which the reservation took its place, or ``None`` off the plan.
-            access: place of the reservation in the plan, or ``None`` off the plan.
-            threaded: whether the calling thread is not the training thread.
-        """
+    def _acquire_reservation(self, item: Reservation) -> list[Content]:
+        uses = item.uses
         with self.transfers.lock:
-            for use, before in zip(uses, earlier, strict=False):
-                state = self._cache_slots.pages[use.page]
-                left = partial(_has_returned, state, before)
-                self.transfers.wait(left, "update", use.page, threaded=threaded)
-            if earlier and cursor is not None and access is not None:
+            for use, before in zip(uses, item.earlier, strict=False):
+                left = partial(_has_returned, self._cache_slots.pages[use.page], before)
+                self.transfers.wait(left, "update", use.page, threaded=item.threaded)
+            if item.earlier and item.cursor is not None and item.access is not None:
                 # This wait cannot deadlock: the oldest unfinished access is always inside the window and can therefore
                 # run, and when it ends the window advances, until it reaches this access.
-                reached = partial(self._has_reached, cursor, access)
+                reached = partial(self._has_reached, item.cursor, item.access)
                 self._waiting += 1
                 try:
-                    self.transfers.wait(reached, "update", uses[0].page, threaded=threaded)
+                    self.transfers.wait(reached, "update", uses[0].page, threaded=item.threaded)
                 finally:
                     self._waiting -= 1
-            self._holder(uses).acquire_reservation(uses, threaded=threaded)
+            self._holder(uses).acquire_reservation(uses, threaded=item.threaded)
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
-        return cursor is not self._cursor or cursor.reaches(access)
+        return cursor is not self._cursor or cursor.reaches(access.position)
 
-    def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[Content] | None:
+    def _acquire_at_once(self, item: Reservation) -> list[Content] | None:
         with self.transfers.lock:
-            holder = self._holder(uses)
-            if not holder.can_acquire(uses):
+            holder = self._holder(item.uses)
+            if not holder.can_acquire(item.uses):
                 return None
-            holder.acquire_reservation(uses, threaded=threaded)
-        return self._contents(uses)
+            holder.acquire_reservation(item.uses, threaded=item.threaded)
+        return self._contents(item.uses)
 
-    def _release_reservation(
-        self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, device_event: DeviceEvent | None
-    ) -> None:
+    def _release_reservation(self, item: Reservation, device_event: DeviceEvent | None) -> None:
         with self.transfers.lock:
             self.reservations -= 1
-            for use in uses:
+            for use in item.uses:
                 state = self._cache_slots.pages[use.page]
                 state.reservations -= 1
                 state.returned += 1
-            self._holder(uses).release_reservation(uses, device_event)
-            self._end(uses, cursor, access)
+            self._holder(item.uses).release_reservation(item.uses, device_event)
+            self._end(item.uses, item.cursor, item.access)
             self.transfers.lock.notify_all()
 
     def _holder(self, uses: Access) -> Cache | GpuResidentPages:
@@ -586,11 +538,7 @@ class Pager:
     def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         """Advance the window after an access has ended. Off the plan, only evict consumed pages.
 
-        Args:
-            uses: pages of the access.
-            cursor: cursor in which the access took its place. If the pager no longer follows this cursor, the access
-                counts as off the plan.
-            access: place of the access in the plan, or ``None`` off the plan.
+        If the pager no longer follows the cursor in which the access took its place, the access is off the plan.
         """
         if access is not None and cursor is not None and cursor is self._cursor:
             cursor.end(access)

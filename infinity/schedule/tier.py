@@ -116,8 +116,8 @@ def with_device(
         update_on_device: whether updates run on the device. If not, no FSDP module with trained parameters can be
             GPU-resident.
     """
-    fsdp_modules = prefetched_modules(events, update_schedule)
-    if _slot_bytes(layout, fsdp_modules) > device_bytes:
+    weights = {module: fsdp_module_bytes(layout, module) for module in prefetched_modules(events, update_schedule)}
+    if SLOTS * max(weights.values(), default=0) > device_bytes:
         return update_schedule
     kept: dict[int, int] = {}  # bytes by FSDP module
     gpu_resident: set[int] = set()
@@ -127,7 +127,7 @@ def with_device(
         if choice.fsdp_module in gpu_resident or (choice.fsdp_module in kept and not choice.gpu_resident):
             continue
         away = gpu_resident | {choice.fsdp_module} if choice.gpu_resident else gpu_resident
-        slots = _slot_bytes(layout, [fsdp_module for fsdp_module in fsdp_modules if fsdp_module not in away])
+        slots = SLOTS * max((nbytes for module, nbytes in weights.items() if module not in away), default=0)
         more = choice.nbytes - kept.get(choice.fsdp_module, 0)  # a GPU-resident module includes its kept weights
         if taken + more + slots > device_bytes:
             continue
@@ -139,14 +139,10 @@ def with_device(
             kept[choice.fsdp_module] = choice.nbytes
     return replace(
         update_schedule,
-        prefetched=not gpu_resident.issuperset(fsdp_modules),
+        prefetched=not gpu_resident.issuperset(weights),
         kept=frozenset(kept),
         gpu_resident=frozenset(gpu_resident),
     )
-
-
-def _slot_bytes(layout: Layout, fsdp_modules: Iterable[int]) -> int:
-    return SLOTS * max((fsdp_module_bytes(layout, fsdp_module) for fsdp_module in fsdp_modules), default=0)
 
 
 def _choices(

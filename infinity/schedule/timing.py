@@ -28,7 +28,8 @@ neither with copies in the opposite direction for the link, nor with updates for
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,10 +51,14 @@ _TRAINING, _UPDATES, _PREFETCHES, _LINK = range(4)
 """Executor of an access: the training thread, which waits for the access; the update thread; the thread that prefetches
 weights to the GPU; or the link, which copies gradients to the host.
 """
-_SimulatedAccess = tuple[int, int, int, int, Sequence[bool], float, Sequence[int]]
-"""One access: its executor, its FSDP module, the number of reads requested so far, the last position of the window, for
-each entering page whether it is read, the duration of the access, and for each leaving page the number of bytes to
-write, or 0 if the page is not modified.
+_GATHERS, _STORES, _UPDATES_AT_ONCE, _UPDATES_STORED = range(4)
+"""Use of the link by an access: it copies weights to the device; it stores gradients from the device in pages; it
+applies gradients from the device that are not stored in pages; or it applies stored gradients.
+"""
+_SimulatedAccess = tuple[int, int, int, int, Sequence[bool], Sequence[int]]
+"""One access: its executor, its FSDP module, the number of reads requested so far, the position of the first access
+that need not have ended before this one begins, for each entering page whether it is read, and for each leaving page
+the number of bytes to write, or 0 if the page is not modified.
 """
 
 
@@ -61,20 +66,14 @@ write, or 0 if the page is not modified.
 class SimulatedTransfers:
     """Transfers of a plan by access, for the simulation."""
 
+    accesses: Sequence[_SimulatedAccess]
+    """Accesses of a step, by position."""
     reads: Sequence[int]
     """Sizes in bytes of the pages that a step reads, in order."""
     written: int
     """Bytes that a step writes."""
     cache_slots: int
     """Number of cache slots for pages that do not stay permanently."""
-    reach: Sequence[int]
-    """For each access, the last position of the window."""
-    wanted: Sequence[int]
-    """For each access, the number of reads that have been requested when it begins."""
-    entering: Sequence[Sequence[bool]]
-    """For each access and each page that enters the host cache, whether the page is read."""
-    leaving: Sequence[Sequence[int]]
-    """For each access and each page that leaves the host cache, the number of bytes to write, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +263,13 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
         layout: pages of this rank.
     """
     pages = layout.pages
+    write, update, grad = Mode.WRITE, Mode.UPDATE, Role.GRAD  # properties of enum members take longer than `is`
     elements = [
         # The smallest modified page corresponds to the updated range. Weight pages may extend beyond that range.
-        min((pages[p].count for p, mode in access if mode.modifies and pages[p].role is not Role.GRAD), default=0)
+        min(
+            [pages[p].count for p, mode in access if (mode is update or mode is write) and pages[p].role is not grad],
+            default=0,
+        )
         for access in trace
     ]
     total = sum(elements) or 1
@@ -276,12 +279,8 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
 class _LinkUse(NamedTuple):
     """Use of the link to the device by an access."""
 
-    gathers: bool = False
-    """``True`` if the access copies weights to the device."""
-    stores: bool = False
-    """``True`` if the access stores gradients from the device in pages."""
-    updates: bool = False
-    """``True`` if the access applies gradients from the device that are not stored in pages."""
+    kind: int
+    """`_GATHERS`, `_STORES`, `_UPDATES_AT_ONCE` or `_UPDATES_STORED`."""
     leaves: bool = False
     """``True`` if the access is the first one of an update that applies gradients from the device. These leave the
     device before it.
@@ -296,12 +295,13 @@ class _LinkUse(NamedTuple):
     """Pages of weights that the access copies or modifies."""
 
 
-def _link_uses(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[_LinkUse]:
+def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float], *, on_device: bool) -> list[_LinkUse]:
     """Return, for each access, its use of the link to the device.
 
     Args:
         trace: accesses of one step.
         layout: pages of this rank.
+        shares: result of `updating` for the trace.
         on_device: whether updates run on the device. If so, gradients that are not stored in pages stay on the device.
     """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
@@ -316,22 +316,23 @@ def _link_uses(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> l
         first, mode = access[0]
         fsdp_module, gathers = pages[first].fsdp_module, _gathers(access, layout)
         begins, before = (fsdp_module, gathers) != before, (fsdp_module, gathers)
-        changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if gathers:
             copying = weights[fsdp_module] / accesses[fsdp_module]
-            link_uses.append(_LinkUse(gathers=True, copying=copying, weights=(first,)))
-        elif pages[first].role is not grad:
+            link_uses.append(_LinkUse(_GATHERS, copying=copying, weights=(first,)))
+            continue
+        changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
+        if pages[first].role is not grad:
             copying = float(begins and not on_device and gradients[fsdp_module])
-            link_uses.append(_LinkUse(updates=True, leaves=begins, copying=copying, weights=changed))
+            link_uses.append(_LinkUse(_UPDATES_AT_ONCE, leaves=begins, copying=copying, weights=changed))
         elif mode.modifies:
-            link_uses.append(_LinkUse(stores=True, copying=float(pages[first].nbytes)))
+            link_uses.append(_LinkUse(_STORES, copying=float(pages[first].nbytes)))
         else:
-            link_uses.append(_LinkUse(weights=changed))
-    there = sum(link_use.copying for link_use in link_uses if link_use.gathers) or 1.0
-    back = sum(link_use.copying for link_use in link_uses if not link_use.gathers) or 1.0
+            link_uses.append(_LinkUse(_UPDATES_STORED, weights=changed))
+    there = sum(link_use.copying for link_use in link_uses if link_use.kind == _GATHERS) or 1.0
+    back = sum(link_use.copying for link_use in link_uses if link_use.kind != _GATHERS) or 1.0
     return [
-        link_use._replace(copying=link_use.copying / (there if link_use.gathers else back), updating=share)
-        for link_use, share in zip(link_uses, updating(trace, layout), strict=True)
+        _LinkUse(kind, leaves, copying / (there if kind == _GATHERS else back), share, changed)
+        for (kind, leaves, copying, _, changed), share in zip(link_uses, shares, strict=True)
     ]
 
 
@@ -389,7 +390,9 @@ class Timing:
 
     def _link_uses(self, *, on_device: bool) -> list[_LinkUse]:
         if on_device not in self._links:
-            self._links[on_device] = _link_uses(self._cycle.trace, self._cycle.layout, on_device=on_device)
+            self._links[on_device] = _link_uses(
+                self._cycle.trace, self._cycle.layout, self._updating, on_device=on_device
+            )
         return self._links[on_device]
 
     def transfers(self, reach: Sequence[int], moves: Moves, cache_slots: int) -> SimulatedTransfers:
@@ -419,10 +422,13 @@ class Timing:
             written += size
         counts = [*itertools.accumulate(counts)]
         wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
-        return SimulatedTransfers(
-            reads=reads, written=written, cache_slots=cache_slots,
-            reach=reach, wanted=wanted, entering=entering, leaving=leaving,
-        )  # fmt: skip
+        # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished update
+        # limits how far the training thread can advance. Without this limit, the simulation would overlap transfers
+        # that the pager cannot overlap, and the planner would prefer plans that are slow in practice.
+        ends = [*(last - cycle.length for last in reach), *reach]
+        oldest = [bisect_left(ends, place) - cycle.length for place in range(cycle.length)]
+        accesses = [*zip(self._executors, self._fsdp_modules, wanted, oldest, entering, leaving, strict=True)]
+        return SimulatedTransfers(accesses=accesses, reads=reads, written=written, cache_slots=cache_slots)
 
     def length(self, transfers: SimulatedTransfers, work: float, resources: OtherResources = NOTHING) -> float:
         """Return the duration of a steady step.
@@ -442,32 +448,21 @@ class Timing:
         if resources.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
             python = resources.interpreter / length
             each = [taking if hook else taking + python for taking, hook in zip(each, self._hooks, strict=True)]
-            before = [python if hook else 0.0 for hook in (*self._hooks, False)]
-            work_before = [work + python for work, python in zip(work_before, before, strict=True)]
+            hooks = (*self._hooks, False)
+            work_before = [work + python if hook else work for work, hook in zip(work_before, hooks, strict=True)]
         # The last computation precedes the next step.
         work_before[0] += work_before.pop()
-        executors = self._executors
-        link_uses = self._link_uses(on_device=resources.read > 0) if resources.linked else None
-        if link_uses is not None:
-            executors = [
-                _LINK if link_use.stores else thread for link_use, thread in zip(link_uses, executors, strict=True)
-            ]
-        accesses = list(
-            zip(
-                executors, self._fsdp_modules, transfers.wanted, transfers.reach, transfers.entering, each,
-                transfers.leaving, strict=True,
-            )
-        )  # fmt: skip
         awaited: list[Sequence[tuple[int, float]]] = [()] * length
         for place, waits in self._awaited.items():
             awaited[place] = [(fsdp_module, share * work) for fsdp_module, share in waits]
         return simulate(
-            accesses,
+            transfers.accesses,
             reads,
             transfers.cache_slots,
             work_before,
             awaited,
-            link_uses,
+            each,
+            self._link_uses(on_device=resources.read > 0) if resources.linked else None,
             resources,
             verifying=resources.verifying / sum(reads) if reads else 0.0,
             hashing=resources.hashing / transfers.written if transfers.written else 0.0,
@@ -480,6 +475,7 @@ def simulate(
     cache_slots: int,
     work: Sequence[float],
     awaited: Sequence[Sequence[tuple[int, float]]],
+    durations: Sequence[float],
     link_uses: Sequence[_LinkUse] | None = None,
     resources: OtherResources = NOTHING,
     *,
@@ -505,28 +501,31 @@ def simulate(
         work: computation time before each access.
         awaited: before each access, the FSDP modules whose prefetched weights the computation waits for, with the
             computation time that follows each wait.
+        durations: duration of each access, excluding waits and copies.
         link_uses: use of the link to the device by each access, or ``None`` if the simulation includes no link.
         resources: times of copies over the link, and the maximum number of FSDP modules that may wait for their update.
         verifying: time to verify the checksum, per byte read.
         hashing: time to compute the checksum, per byte written.
     """
-    training = updated = prefetched = began = 0.0  # times of the training thread and of the other threads
+    training = began = 0.0  # time of the training thread
+    threads = [0.0] * 4  # by executor other than the training thread: time at which it will be free
     now = 0.0  # latest time that any thread or the drive has reached
     drive = verified = hashed = 0.0  # times at which the drive and the checksums will have finished
     free, started = cache_slots, 0  # cache slots that are currently free, and reads that have been started
     ready: deque[float] = deque()  # times at which pages that have not arrived are ready, in order
     written: deque[float] = deque()  # times at which writes free their cache slots, in order
-    there: dict[int, float] = {}  # by FSDP module: when its weights have been prefetched to the GPU
+    there: defaultdict[int, float] = defaultdict(float)  # by FSDP module: when its weights have been prefetched
     to_device = to_host = 0.0  # ends of all copies to the device and to the host so far
-    gradients: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
-    applied: dict[int, float] = {}  # by FSDP module: end of its last update
+    gradients: defaultdict[int, float] = defaultdict(float)  # by FSDP module: arrival of its gradients in host memory
+    applied: defaultdict[int, float] = defaultdict(float)  # by FSDP module: end of its last update
     recent: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
-    changed: dict[int, float] = {}  # by page: time of the last modification of weights
-    # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
-    ended: deque[tuple[int, float]] = deque()
+    changed: defaultdict[int, float] = defaultdict(float)  # by page: time of the last modification of weights
+    ends: list[float] = []  # by position, of any thread
+    finished = 0  # accesses, from the first one on, for whose end the training thread has waited
     next_read, next_ready = itertools.cycle(reads).__next__, ready.popleft
-    limit = resources.update_limit
     wanted = 0  # reads that have been requested; each read starts as soon as a cache slot is free
+    uses: Sequence[_LinkUse | None] = [None] * len(accesses) if link_uses is None else link_uses
+    steps = [*zip(work, awaited, durations, uses, accesses, strict=True)]
 
     def start(before: float) -> None:
         """Start as many requested reads as there are free cache slots, in slots that are free now from `before` on."""
@@ -553,47 +552,52 @@ def simulate(
     for step in range(_STEPS):
         began = training
         first, more = step * len(accesses), step * len(reads)
-        for place, (computing, waits, access) in enumerate(zip(work, awaited, accesses, strict=True)):
-            executor, fsdp_module, requested, last, entering, taking, leaving = access
+        for computing, waits, taking, use, (executor, fsdp_module, requested, oldest, entering, leaving) in steps:
             wanted = requested + more
             training += computing
-            for awaited_module, duration in waits:
-                training = max(training, there.get(awaited_module, 0.0)) + duration
-            if link_uses is not None:
-                use = link_uses[place]
-                if use.leaves:  # start copying the gradients
-                    if limit and len(recent) == limit:
-                        training = max(training, applied.get(recent.popleft(), 0.0))
+            if waits:
+                for awaited_module, duration in waits:
+                    training = max(training, there[awaited_module]) + duration
+            if use:
+                kind, leaves, copying, updating, weights = use
+                if kind == _STORES:
+                    executor = _LINK
+                elif leaves:  # start copying the gradients
+                    if len(recent) == resources.update_limit > 0:
+                        training = max(training, applied[recent.popleft()])
                     recent.append(fsdp_module)
-                    gradients[fsdp_module] = to_host = max(to_host, training) + use.copying * resources.gradients
-            # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished
-            # update limits how far the training thread can advance. Without this wait, the simulation would overlap
-            # transfers that the pager cannot overlap, and the planner would prefer plans that are slow in practice.
+                    gradients[fsdp_module] = to_host = max(to_host, training) + copying * resources.gradients
             if executor == _TRAINING:
-                while ended and ended[0][0] < first + place:
-                    _, at = ended.popleft()
-                    if at > training:
-                        training = at
+                if first + oldest > finished:
+                    training = max(training, *ends[finished : first + oldest])
+                    finished = first + oldest
+            elif (
+                not (entering or leaving or taking or use)
+                and training <= threads[executor]
+                and (executor == _UPDATES or there[fsdp_module] == threads[executor])
+            ):  # saves time: the access ends together with the previous one of its thread, and changes nothing
+                ends.append(threads[executor])
+                continue
             before = now
             if training > now:
                 now = training
             if started < wanted and (free or (written and written[0] <= now)):
                 start(before)
-            at = training
-            if executor == _UPDATES:
-                if updated > at:
-                    at = updated
-            elif executor == _PREFETCHES and prefetched > at:
-                at = prefetched
-            if link_uses is not None:
-                if use.gathers:
-                    # As in the pager, a prefetch to the GPU waits for the update of its weights. An earlier copy would
-                    # contain stale weights.
-                    at = max(at, to_device, changed.get(use.weights[0], 0.0))
-                elif use.stores:
-                    at = max(at, to_host)
-                elif use.updates:
-                    at = max(at, gradients.get(fsdp_module, 0.0))
+            at = threads[executor]
+            if training > at:
+                at = training
+            if use:
+                # As in the pager, a prefetch to the GPU waits for the update of its weights. An earlier copy would
+                # contain stale weights.
+                if kind == _GATHERS:
+                    if to_device > at:
+                        at = to_device
+                    if changed[weights[0]] > at:
+                        at = changed[weights[0]]
+                elif kind == _UPDATES_AT_ONCE and gradients[fsdp_module] > at:
+                    at = gradients[fsdp_module]
+                elif kind == _STORES and to_host > at:
+                    at = to_host
             for read in entering:
                 if read:
                     while not ready:
@@ -607,28 +611,27 @@ def simulate(
                     since = written.popleft()
                 if since > at:
                     at = since
-            at += taking
-            end = at
-            if link_uses is not None:
-                if use.gathers:
-                    at = end = to_device = at + use.copying * resources.weights
-                elif use.stores:
-                    at = end = to_host = at + use.copying * resources.gradients
+            end = at = at + taking
+            if use:
+                if kind == _GATHERS:
+                    end = at = to_device = at + copying * resources.weights
+                elif kind == _STORES:
+                    end = at = to_host = at + copying * resources.gradients
                 else:
-                    if resources.read and use.updating:
-                        at = to_device = max(at, to_device) + use.updating * resources.read
-                        end = to_host = max(at, to_host) + use.updating * resources.changed
+                    if resources.read and updating:
+                        at = to_device = max(at, to_device) + updating * resources.read
+                        end = to_host = max(at, to_host) + updating * resources.changed
                     applied[fsdp_module] = end
-                    for page in use.weights:
+                    for page in weights:
                         changed[page] = end
-            if executor != _TRAINING:
-                ended.append((first + last, end))
-                if executor == _UPDATES:
-                    updated = at
-                elif executor == _PREFETCHES:
-                    prefetched = there[fsdp_module] = end
-            elif end > training:
-                training = end
+            if executor == _TRAINING:
+                if end > training:
+                    training = end
+            else:
+                threads[executor] = at
+                if executor == _PREFETCHES:
+                    there[fsdp_module] = end
+            ends.append(end)
             if end > now:
                 before, now = now, end
                 if started < wanted and (free or (written and written[0] <= now)):

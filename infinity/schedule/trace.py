@@ -92,8 +92,6 @@ def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, co
     """Yield the accesses that store a gradient of an FSDP module, or add it to the gradient that is already stored.
 
     Args:
-        layout: pages of this rank.
-        fsdp_module: index of the FSDP module.
         stored: number of gradient components that are already stored.
         components: number of gradient components that are stored afterwards.
     """
@@ -106,8 +104,6 @@ def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) ->
     """Yield one access for each range of an FSDP module's update.
 
     Args:
-        layout: pages of this rank.
-        fsdp_module: index of the FSDP module.
         components: number of stored components of the FSDP module's gradients.
     """
     for segment, position in layout.fsdp_module_ranges[fsdp_module]:
@@ -119,8 +115,6 @@ def range_access(segment: Segment, position: int, *, components: int = 0) -> Acc
     weights.
 
     Args:
-        segment: segment that contains the range.
-        position: index of the range in the segment.
         components: number of stored components of the gradient.
     """
     item = segment.ranges[position]

@@ -18,14 +18,17 @@ ends, the time limit of such a wait starts again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import Condition
 from typing import Protocol
 
 from infinity import interrupts
+from infinity.content.layout import Page
 from infinity.deadline import wait_a_while
 from infinity.errors import StallError
+from infinity.telemetry.ledger import Ledger
 
 _LAST_SECONDS = 5.0
 """Maximum number of seconds for which `drain` waits after a failure."""
@@ -41,77 +44,25 @@ _HELD_UP = frozenset({"update", "host_cache"})
 
 
 class PageReaderWriter(Protocol):
-    """Interface of the store that the pager uses. Every method except `expect_gradients` is called with the lock held.
+    """Interface of the store that the pager uses. `PageStore` implements it.
 
-    When a transfer ends, the store calls `done` once, from any thread, with an error or ``None``. Until then, the store
-    owns `memory`, which has the size of the page: the pager does not change the memory and, during a read, does not
-    read it either.
+    Every method except `expect_gradients` and `add` is called with the lock held. When a transfer ends, the store calls
+    `done` once, from any thread, with an error or ``None``.
     """
 
-    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start reading and verifying a page that has a stored version."""
+    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None: ...
 
-    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start storing a page. The new version replaces the previous one only if the write succeeds."""
+    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None: ...
 
-    def discard(self, page: int) -> None:
-        """Drop the stored version of a page, if it has one."""
+    def discard(self, page: int) -> None: ...
 
-    def has(self, page: int) -> bool:
-        """Return ``True`` if the page has a stored version."""
+    def has(self, page: int) -> bool: ...
 
-    def expect_gradients(self, stored: bool) -> None:
-        """Reserve space for all gradients if steps store them, or release the space if not.
+    def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None: ...
 
-        Called without the lock.
+    def expect_gradients(self, stored: bool) -> None: ...
 
-        Raises:
-            BudgetError: if there is not enough space.
-        """
-
-    def oldest_request(self) -> tuple[float, str] | None:
-        """Return the start time and a description of the oldest request in flight, or ``None``.
-
-        The time is a value of `time.perf_counter`.
-        """
-
-
-class PagerObserver(Protocol):
-    """Receiver of the pager's telemetry. All methods are called with the lock held."""
-
-    def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Record a wait of the training thread.
-
-        Args:
-            cause: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
-            page: page that the thread needed, or -1.
-            seconds: duration of the wait.
-        """
-
-    def fetched(self, result: str) -> None:
-        """Record that the content of a page was needed.
-
-        Args:
-            result: ``hit`` if no read was needed, ``late`` if a read was in flight, or ``miss`` if a read had to be
-                started.
-        """
-
-    def moving(self, seconds: float) -> None:
-        """Add to the total time during which transfers were in flight. Called from any thread."""
-
-    def spared(self, nbytes: int) -> None:
-        """Record that a planned read was avoided because the page was still being written."""
-
-    def diverged(self, detail: str) -> None:
-        """Record that the current step departed from the plan."""
-
-    def gave_up(self, op: str, error: Exception) -> None:
-        """Record that a wait for a transfer exceeded the time limit. Called from any thread.
-
-        Args:
-            op: ``read`` or ``write``.
-            error: error that the wait raises.
-        """
+    def oldest_request(self) -> tuple[float, str] | None: ...
 
 
 class _Lock(Condition):
@@ -141,7 +92,6 @@ class Transfers:
     not reused too early.
 
     Args:
-        observer: receiver of telemetry about waits and transfers.
         timeout: maximum duration of a wait, in seconds.
         failed: function that is called once, with the first error, from any thread and with the lock held. It must not
             wait.
@@ -149,7 +99,7 @@ class Transfers:
 
     def __init__(
         self,
-        observer: PagerObserver,
+        observer: Ledger,
         *,
         timeout: float,
         failed: Callable[[Exception], None],
@@ -164,7 +114,7 @@ class Transfers:
         self.writes = 0
         """Number of pages that are being written."""
         self._moving_since = 0.0
-        """Time of the last report to `PagerObserver.moving`, as returned by `time.perf_counter`."""
+        """Time of the last report to `Ledger.moving`, as returned by `time.perf_counter`."""
         self._exchanging = False
         """``True`` while an update waits for other ranks. [Note: late ranks]"""
         self._exchanged = 0.0
@@ -175,43 +125,39 @@ class Transfers:
     def read(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start reading a page. At the end, `then` is called with an error or ``None``, with the lock held."""
+        """Start reading a page. At the end, `then` is called with an error or ``None``, with the lock held.
+
+        Until then, the store owns `memory`: no other thread may use it.
+        """
         self._begin(store)
         self.reads += 1
-
-        def done(error: Exception | None) -> None:
-            with self.lock:
-                self._report_moving()
-                self.reads -= 1
-                self._end(error, then)
-
-        store.read(page, memory, done)
+        store.read(page, memory, partial(self._end, then, 1, 0))
 
     def write(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start writing a page. At the end, `then` is called with an error or ``None``, with the lock held."""
+        """Start writing a page. At the end, `then` is called with an error or ``None``, with the lock held.
+
+        Until then, the content of `memory` must not change.
+        """
         self._begin(store)
         self.writes += 1
-
-        def done(error: Exception | None) -> None:
-            with self.lock:
-                self._report_moving()
-                self.writes -= 1
-                self._end(error, then)
-
-        store.write(page, memory, done)
+        store.write(page, memory, partial(self._end, then, 0, 1))
 
     def _begin(self, store: PageReaderWriter) -> None:
         self._report_moving()
         if store not in self._stores:
             self._stores.append(store)
 
-    def _end(self, error: Exception | None, then: Callable[[Exception | None], None]) -> None:
-        if error is not None:
-            self.fail(error)
-        then(error)
-        self.lock.notify_all()
+    def _end(self, then: Callable[[Exception | None], None], reads: int, writes: int, error: Exception | None) -> None:
+        with self.lock:
+            self._report_moving()
+            self.reads -= reads
+            self.writes -= writes
+            if error is not None:
+                self.fail(error)
+            then(error)
+            self.lock.notify_all()
 
     def _report_moving(self) -> None:
         """Report the time during which transfers were in flight. Must be called before `reads` or `writes` changes."""
@@ -232,7 +178,6 @@ class Transfers:
         update. [Note: late ranks]
 
         Args:
-            ready: condition to wait for.
             cause: kind of the wait: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
             page: page that the thread needs, or -1.
             threaded: whether the calling thread is not the training thread. If so, the wait does not count as a stall.
@@ -282,9 +227,9 @@ class Transfers:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Return a context manager for the part of an update that waits for other ranks. [Note: late ranks]
+        """Return a context manager for the part of an update that waits for other ranks, which has no time limit.
 
-        It must be entered on the thread that runs updates.
+        It must be entered on the thread that runs updates. [Note: late ranks]
         """
         with self.lock:
             self._exchanging = True

@@ -59,7 +59,6 @@ class UpdateSchedule:
 
         Args:
             name: ``in_backward``, ``in_forward`` or ``after_backward``.
-            events: events of one step.
             forward: whether updates may run in the next forward.
         """
         if name == "after_backward":
@@ -137,7 +136,6 @@ def expand_events(
 
     Args:
         events: events of one step, the last of which is STEP.
-        layout: pages of this rank.
         update_schedule: where updates run.
         pending: whether the updates in forward have gradients from a previous step to apply.
     """
@@ -219,7 +217,6 @@ def expand_pending(events: Sequence[Event], layout: Layout, update_schedule: Upd
 
     Args:
         events: events of the step that stored the gradients.
-        layout: pages of this rank.
         update_schedule: where updates run.
     """
     components = stored_components(events)

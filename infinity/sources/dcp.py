@@ -184,17 +184,16 @@ class DcpFolder(FirstValues):
                 saved.setdefault(name, {})[kind] = key
         kernel, matched = make_kernel(optimizer), {}
         without: list[str] = []
-        trained = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        for param, group in trained:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
             name = names[id(param)]
             if not param.requires_grad or name not in saved:
-                if param.requires_grad and param.ndim and kernel.discover(param, group).kinds:
+                if param.requires_grad and param.ndim and kernel.discover(param).kinds:
                     without.append(name)
                 continue
             if not param.ndim:  # not sharded, so `load_state_dict` checks its state
                 matched[name] = saved[name]
                 continue
-            spec, found = kernel.discover(param, group), saved[name]
+            spec, found = kernel.discover(param), saved[name]
             if found.keys() != (needed := {*dict(spec.kinds), *spec.scalars}):
                 raise ConfigError(
                     f"{prefix}{name} in {self._folder} has {', '.join(sorted(found))}, but this optimizer needs "

@@ -284,20 +284,17 @@ class _Misfit:
             shown.append(f"  and {len(lines) - _SHOWN} more")
         raise ConfigError(
             f"the weights in {files.path} do not match {names.class_name(model)}:\n" + "\n".join(shown) + "\n"
-            + self._advice(model)
+            + self._advice
         )  # fmt: skip
 
-    def _advice(self, model: nn.Module) -> str:
+    @property
+    def _advice(self) -> str:
         if self.differing or self.failed:
-            advice = "build the model from the folder's own config.json"
-        else:
-            advice = (
-                "build the model that was saved, or pass strict=False to initialize missing tensors and ignore "
-                "unexpected ones"
-            )
-        if names.pretrained_model(model) is not None and not names.converts():
-            advice += "; the installed transformers has no rules for converting checkpoints, but newer versions do"
-        return advice
+            return "build the model from the folder's own config.json"
+        return (
+            "build the model that was saved, or pass strict=False to initialize missing tensors and ignore "
+            "unexpected ones"
+        )
 
 
 def _like(member: Member) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,35 @@ from infinity.telemetry.trees import Tree, known
 
 _RATE_SECONDS: Final = 5.0
 """Interval over which throughput is averaged. It is longer if consecutive readings are further apart."""
+
+
+def drive_trees(paths: Iterable[str], sysfs: Path = SYSFS) -> list[tuple[Drive | None, Tree]]:
+    """Return each drive with its paths, space and counters, followed by the paths that cannot be examined.
+
+    The space of a file system with several paths is counted once. May block if a drive does not respond.
+    """
+    by_drive: dict[str, list[Place]] = {}
+    missing: list[tuple[None, Tree]] = []
+    for path in dict.fromkeys(paths):
+        try:
+            place = locate(path, sysfs)
+        except (OSError, ValueError) as error:
+            missing.append((None, {"name": path, "paths": [path], "error": _reason(error)}))
+        else:
+            by_drive.setdefault(place.drive.name, []).append(place)
+    return [*((here[0].drive, _tree(here, sysfs)) for _, here in sorted(by_drive.items())), *missing]
+
+
+def _tree(here: list[Place], sysfs: Path) -> Tree:
+    drive = here[0].drive
+    tree: Tree = {"name": drive.name, "paths": [place.path for place in here]}
+    try:
+        spaces = [space(place.path) for place in {place.file_system: place for place in here}.values()]
+        tree |= {"capacity": sum(one.capacity for one in spaces), "free": sum(one.free for one in spaces)}
+    except OSError as error:
+        tree["error"] = _reason(error)
+    found = counters(drive, sysfs)
+    return tree if found is None else {**tree, "counters": asdict(found)}
 
 
 class DriveLooks:
@@ -26,45 +56,23 @@ class DriveLooks:
         """Readings of the last `_RATE_SECONDS` by drive: monotonic time in seconds, and the counters since boot."""
 
     def look(self, paths: Iterable[str], now: float) -> list[tuple[Drive | None, Tree]]:
-        """Return each drive with its figures, followed by the paths that cannot be examined.
+        """Return the trees of `drive_trees` with the rates of each drive.
 
         Args:
             paths: Paths on the drives.
             now: Current monotonic time in seconds.
         """
-        places, missing = self._places(paths)
-        by_drive: dict[str, list[Place]] = {}
-        for place in places:
-            by_drive.setdefault(place.drive.name, []).append(place)
-        self._counts = {name: self._counts.get(name, deque()) for name in by_drive}
-        return [*((here[0].drive, self._tree(here, now)) for _, here in sorted(by_drive.items())), *missing]
+        looked = drive_trees(paths, self._sysfs)
+        self._counts = {drive.name: self._counts.get(drive.name, deque()) for drive, _ in looked if drive is not None}
+        return [(drive, tree if drive is None else tree | self._rates(drive, tree, now)) for drive, tree in looked]
 
-    def _places(self, paths: Iterable[str]) -> tuple[list[Place], list[tuple[None, Tree]]]:
-        found: list[Place] = []
-        missing: list[tuple[None, Tree]] = []
-        for path in dict.fromkeys(paths):
-            try:
-                found.append(locate(path, self._sysfs))
-            except (OSError, ValueError) as error:
-                missing.append((None, {"name": path, "paths": [path], "error": _reason(error)}))
-        return found, missing
-
-    def _tree(self, here: list[Place], now: float) -> Tree:
-        drive = here[0].drive
-        tree: Tree = {"name": drive.name, "paths": [place.path for place in here]}
-        try:
-            spaces = [space(place.path) for place in {place.file_system: place for place in here}.values()]
-            tree |= {"capacity": sum(one.capacity for one in spaces), "free": sum(one.free for one in spaces)}
-        except OSError as error:
-            tree["error"] = _reason(error)
-        return {**tree, **self._rates(drive, now)}
-
-    def _rates(self, drive: Drive, now: float) -> Mapping[str, float]:
+    def _rates(self, drive: Drive, tree: Tree, now: float) -> Tree:
         """Return the drive's throughput, busy fraction and latency, for the requests of all processes.
 
         Empty if the operating system does not report counters, or if they have been reset.
         """
-        counts, found = self._counts[drive.name], counters(drive, self._sysfs)
+        counts = self._counts[drive.name]
+        found = DriveCounters(**tree["counters"]) if "counters" in tree else None
         if found is None or (counts and found.read + found.written < counts[-1][1].read + counts[-1][1].written):
             counts.clear()
         if found is None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from infinity.optional_dependencies import needs
-from infinity.telemetry.http_server import LOOPBACK, HTTPServer, Route, Stream, answer_json, serve_routes
+from infinity.telemetry.http_server import LOOPBACK, HTTPServer, Route, answer_json, serve_routes
 from infinity.telemetry.metrics import METRICS, PREFIX, Metric
 from infinity.telemetry.stats_cells import label_sets
 from infinity.telemetry.stats_file import Snapshot
@@ -32,10 +32,6 @@ class StatsCollector(Collector):
 
     def __init__(self, source: Source) -> None:
         self._source = source
-
-    def describe(self) -> Iterable[Family]:
-        """Return no families, because the served metrics are known only when they are read."""
-        return ()
 
     def collect(self) -> Iterator[Family]:
         """Yield one family per rank metric, with one sample per stats file for each combination of label values."""
@@ -88,17 +84,7 @@ def _buckets(metric: Metric, snapshot: Snapshot, values: tuple[str, ...]) -> Buc
 
 
 def serve(port: int, source: Source, host: str = LOOPBACK) -> HTTPServer:
-    """Serve the metrics of `source` over HTTP from a background thread.
-
-    Args:
-        port: TCP port, or 0 for any free port.
-        source: Function that returns the snapshots to serve, called once per scrape. ``lambda: [stats.snapshot()]``
-            serves the metrics of this rank.
-        host: Address to listen on; empty means all addresses. Anyone who can reach it can read the metrics.
-
-    Raises:
-        ConfigError: if the port is in use or not permitted.
-    """
+    """Serve the metrics of snapshots over HTTP, like `serve_routes`. `source` returns the snapshots for each scrape."""
     registry = CollectorRegistry()
     registry.register(StatsCollector(source))
     return serve_registry(port, registry, dict, host)
@@ -111,27 +97,17 @@ def serve_registry(
     host: str = LOOPBACK,
     *,
     token: str = "",
-    more: Mapping[str, Route | Stream] | None = None,
+    more: Mapping[str, Route] | None = None,
 ) -> HTTPServer:
-    """Serve a registry at ``/metrics`` and a health check at ``/healthz``, from a background thread.
+    """Serve a registry at ``/metrics``, a health check at ``/healthz`` and the routes `more`, like `serve_routes`.
 
-    Args:
-        port: TCP port, or 0 for any free port.
-        registry: Registry that contains the metrics.
-        health: Function that returns additional entries for the JSON object at ``/healthz``.
-        host: Address to listen on; empty means all addresses.
-        token: Token that clients must send as ``Authorization: Bearer <token>``, except to ``/healthz``. Empty means
-            that no token is required.
-        more: Additional routes by path.
-
-    Raises:
-        ConfigError: if the port is in use or not permitted.
+    `health` returns additional entries for the JSON object at ``/healthz``, which does not require the token.
     """
 
     def healthz(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         return answer_json(start, "200 OK", {"status": "ok", **health()})
 
-    routes: Mapping[str, Route | Stream] = {
+    routes = {
         "/metrics": Route(application=make_wsgi_app(registry)),
         "/healthz": Route(application=healthz, public=True),
         **(more or {}),

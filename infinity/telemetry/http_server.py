@@ -9,8 +9,8 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -36,23 +36,14 @@ _CONNECTION: Final = "infinity.connection"
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """WSGI application that is served at a path. A `public` route does not require the token."""
+    """WSGI application that is served at a path."""
 
     application: WSGIApplication
     public: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Endless response of one media type. The server calls `parts` once per client.
-
-    The iterator must yield at least every few seconds, because the server can only detect that a client has
-    disconnected when it writes to it.
-    """
-
-    parts: Callable[[], Iterator[bytes]]
-    media_type: str
-    public: bool = field(default=False, init=False)
+    """``True`` if the token is not required."""
+    stream: bool = False
+    """``True`` if the response is endless. It must yield a part at least every few seconds, because the server can only
+    detect that a client has disconnected when it writes to it."""
 
 
 class _Request(WSGIRequestHandler):
@@ -139,7 +130,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _STREAM_BUFFER)
         return True
 
-    def parts_for(self, request: socket.socket, parts: Iterator[bytes]) -> Iterator[bytes]:
+    def parts_for(self, request: socket.socket, parts: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the parts of a stream. Each part restarts the client's time limit."""
         for part in parts:
             yield part
@@ -175,16 +166,13 @@ class HTTPServer:
     """Running HTTP server, and context manager that closes it."""
 
     def __init__(self, server: _Server) -> None:
+        self.port = server.server_port
+        """TCP port that the server listens on. If port 0 was requested, this is the port that was chosen."""
         self._server = server  # its socket listens until `close`
         self._thread = threading.Thread(  # accepts connections until `close`; each client has its own thread
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-http", daemon=True
         )
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """TCP port that the server listens on. If port 0 was requested, this is the port that was chosen."""
-        return self._server.server_port
 
     def close(self) -> None:
         """Stop serving, disconnect all clients and release the port. Idempotent."""
@@ -200,14 +188,12 @@ class HTTPServer:
         self.close()
 
 
-def serve_routes(
-    port: int, routes: Mapping[str, Route | Stream], host: str = LOOPBACK, *, token: str = ""
-) -> HTTPServer:
-    """Serve applications and streams by path, from a background thread.
+def serve_routes(port: int, routes: Mapping[str, Route], host: str = LOOPBACK, *, token: str = "") -> HTTPServer:
+    """Serve applications by path, from a background thread.
 
     Args:
         port: TCP port, or 0 for any free port.
-        routes: Applications and streams by path.
+        routes: Applications by path.
         host: Address to listen on; empty means all addresses. Anyone who can reach it can send requests.
         token: Token that clients must send as ``Authorization: Bearer <token>`` for routes that are not public. Empty
             means that no token is required.
@@ -240,13 +226,12 @@ def serve_routes(
             return answer_json(start, "401 Unauthorized", {"error": "send the header Authorization: Bearer <token>"})
         if route is None:
             return answer_json(start, "404 Not Found", {"error": f"not found; available paths: {', '.join(routes)}"})
-        if isinstance(route, Route):
+        if not route.stream:
             return route.application(environ, start)
         if not server.streams_to(environ[_CONNECTION]):
             busy = {"error": f"all {MAX_STREAMS} streams are in use; try again later"}
             return answer_json(start, "503 Service Unavailable", busy)
-        start("200 OK", [("Content-Type", route.media_type), ("Cache-Control", "no-store")])
-        return server.parts_for(environ[_CONNECTION], route.parts())
+        return server.parts_for(environ[_CONNECTION], route.application(environ, start))
 
     server.set_app(application)
     return HTTPServer(server)

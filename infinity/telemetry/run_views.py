@@ -16,7 +16,6 @@ from typing import Final
 
 from infinity.telemetry.history import History
 from infinity.telemetry.metrics import BY_NAME, CACHE_SLOT_STATUSES, FETCH_RESULTS, OPS, PARTS, ROLES, STALLS
-from infinity.telemetry.stats_cells import label_sets
 from infinity.telemetry.stats_file import Snapshot, run_status
 from infinity.telemetry.trees import Tree, known
 from infinity.untrusted_files import user_name
@@ -90,23 +89,24 @@ class _Rank:
 
     def step_seconds(self) -> float:
         """Return the total duration of recent steps in seconds (see the module docstring)."""
-        return self._in_steps(lambda snapshot: snapshot.histogram_at(BY_NAME["step_duration_seconds"], ()).sum)
+        return self._in_steps(_seconds_of_steps)
 
     def last_stretch(self, name: str) -> tuple[float, float]:
         """Return the increase of a counter and of the step time in seconds between the last two observed steps."""
-        before = self._ends[-2].snapshot if len(self._ends) > 1 else None
-        duration = BY_NAME["step_duration_seconds"]
-
-        def of(snapshot: Snapshot) -> tuple[float, float]:
-            return snapshot.value(name), snapshot.histogram_at(duration, ()).sum
-
-        (count, seconds), (count_before, seconds_before) = of(self.last.snapshot), of(before) if before else (0.0, 0.0)
-        return count - count_before, seconds - seconds_before
+        count, seconds = self.total(name), _seconds_of_steps(self.last.snapshot)
+        if len(self._ends) < 2:
+            return count, seconds
+        before = self._ends[-2].snapshot
+        return count - before.value(name), seconds - _seconds_of_steps(before)
 
     def _in_steps(self, of: Callable[[Snapshot], float]) -> float:
-        return (
-            of(self.last.snapshot) if self._before is None else max(0.0, of(self._ends[-1].snapshot) - of(self._before))
-        )
+        if self._before is None:
+            return of(self.last.snapshot)
+        return max(0.0, of(self._ends[-1].snapshot) - of(self._before))
+
+
+def _seconds_of_steps(snapshot: Snapshot) -> float:
+    return snapshot.histogram_at(BY_NAME["step_duration_seconds"]).sum
 
 
 @dataclass
@@ -184,7 +184,7 @@ def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: Drive
     steps, seconds = _steps(ranks), _mean(_per_step(rank) for rank in ranks)
     target = max(rank.total("training_target_steps") for rank in ranks)
     target = target if math.isfinite(target) and target > 0 else 0.0
-    last_step = _least(rank.total("step_last_completed_timestamp_seconds") or None for rank in ranks)
+    last_step = min(filter(None, (rank.total("step_last_completed_timestamp_seconds") for rank in ranks)), default=None)
     running = any(rank.last.snapshot.alive for rank in ranks)
     idle = bool(
         running and last_step and seconds and unix - last_step > max(_IDLE_SECONDS, _IDLE_STEPS * seconds)
@@ -240,11 +240,9 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
         stalled=_stalled([rank]),
         read=_io_rate([rank], "read"),
         write=_io_rate([rank], "write"),
-        host_cache_used=sum(rank.total("tier_used_bytes", tier="host", state=role) for role in ROLES)
-        if stepped
-        else None,
+        host_cache_used=rank.total("tier_used_bytes", tier="host") if stepped else None,
         host_cache_capacity=rank.total("tier_capacity_bytes", tier="host") or None,
-        errors=_errors([rank]),
+        errors=rank.total("io_errors_total"),
     )
 
 
@@ -272,9 +270,7 @@ def _loss(ranks: Sequence[_Rank]) -> float | None:
 
 def _parts(ranks: Sequence[_Rank]) -> dict[str, float] | None:
     """Return the fraction of the step time spent in each part (sum: 1), or None before the first step."""
-    seconds = {part: sum(rank.in_steps("step_part_seconds_total", part=part) for rank in ranks) for part in PARTS}
-    total = sum(seconds.values())
-    return {part: value / total for part, value in seconds.items()} if total else None
+    return _shares({part: sum(rank.in_steps("step_part_seconds_total", part=part) for rank in ranks) for part in PARTS})
 
 
 def _stalled(ranks: Sequence[_Rank]) -> float | None:
@@ -283,42 +279,34 @@ def _stalled(ranks: Sequence[_Rank]) -> float | None:
 
 
 def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    counts = {
-        name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS
-    }
-    total = sum(counts.values())
-    return {name: count / total for name, count in counts.items()} if total else None
+    return _shares(
+        {name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS}
+    )
+
+
+def _shares(values: Mapping[str, float]) -> dict[str, float] | None:
+    total = sum(values.values())
+    return {name: value / total for name, value in values.items()} if total else None
 
 
 def _io(ranks: Sequence[_Rank]) -> Tree:
     steps = _mean(rank.in_steps("steps_total") for rank in ranks)
-    moved = {op: sum(_moved(rank, op, rank.in_steps) for rank in ranks) for op in OPS}
+    moved = {op: sum(rank.in_steps("io_bytes_total", op=op) for rank in ranks) for op in OPS}
     return known(
         read=_io_rate(ranks, "read"),
         write=_io_rate(ranks, "write"),
-        read_total=sum(_moved(rank, "read", rank.total) for rank in ranks),
-        written_total=sum(_moved(rank, "write", rank.total) for rank in ranks),
+        read_total=sum(rank.total("io_bytes_total", op="read") for rank in ranks),
+        written_total=sum(rank.total("io_bytes_total", op="write") for rank in ranks),
         read_per_step=moved["read"] / steps if steps else None,
         written_per_step=moved["write"] / steps if steps else None,
-        errors=_errors(ranks),
-        retries=sum(rank.total("io_retries_total", op=op) for rank in ranks for op in OPS),
+        errors=sum(rank.total("io_errors_total") for rank in ranks),
+        retries=sum(rank.total("io_retries_total") for rank in ranks),
     )
-
-
-def _moved(rank: _Rank, op: str, look: Callable[..., float]) -> float:
-    devices = rank.last.snapshot.header.devices
-    return sum(look("io_bytes_total", op=op, state=role, device=device) for role in ROLES for device in devices)
 
 
 def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
     """Return the current throughput of the live ranks in bytes per second."""
-    return _sum(
-        rank.rate("io_bytes_total", op=op, state=role, device=device)
-        for rank in ranks
-        if rank.last.snapshot.alive
-        for role in ROLES
-        for device in rank.last.snapshot.header.devices
-    )
+    return _sum(rank.rate("io_bytes_total", op=op) for rank in ranks if rank.last.snapshot.alive)
 
 
 def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, float]]:
@@ -331,13 +319,8 @@ def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, 
                 continue
             sums = found.setdefault(drive, dict.fromkeys(OPS, 0.0))
             for op in OPS:
-                sums[op] += sum(rank.rate("io_bytes_total", op=op, state=role, device=device) or 0.0 for role in ROLES)
+                sums[op] += rank.rate("io_bytes_total", op=op, device=device) or 0.0
     return found
-
-
-def _errors(ranks: Sequence[_Rank]) -> float:
-    metric = BY_NAME["io_errors_total"]
-    return sum(rank.last.snapshot.value_at(metric, values) for rank in ranks for values in label_sets(metric, ()))
 
 
 def _plan(ranks: Sequence[_Rank]) -> Tree:
@@ -351,7 +334,7 @@ def _plan(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
-    found = [rank.last.snapshot.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
+    found = [rank.last.snapshot.histogram_at(BY_NAME["checkpoint_duration_seconds"]) for rank in ranks]
     times = [rank.total("checkpoint_last_success_timestamp_seconds") for rank in ranks]
     count = min(sum(checkpoints.counts) for checkpoints in found)
     return known(
@@ -388,7 +371,3 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else None
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)

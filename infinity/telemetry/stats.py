@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from infinity.errors import ConfigError
-from infinity.schema import nearest
-from infinity.telemetry.metrics import BY_NAME, Kind, Metric
+from infinity.telemetry.metrics import BY_NAME
 from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of
 from infinity.telemetry.stats_file import (
-    SUFFIX,
     Snapshot,
     StatsFileError,
     StatsHeader,
@@ -98,9 +96,11 @@ class Stats:
     """
 
     def __init__(self, header: StatsHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
-        self._header = header
+        self.header = header
+        """Identity of the rank that writes the file."""
+        self.path = path
+        """Path of the stats file, or None for anonymous memory."""
         self._memory = memory  # the whole file; never unmapped, because other threads may write after `close`
-        self._path = path  # None for anonymous memory
         self._file = file  # descriptor, locked while the file is open; -1 for anonymous memory
         self._places = cells_of(header.devices)  # layout of the cells
         self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
@@ -158,39 +158,23 @@ class Stats:
         _remove_closed(Path(path), run_id)
         return cls(header, memory, len(head), place, file)
 
-    @property
-    def path(self) -> Path | None:
-        """Path of the stats file, or None for anonymous memory."""
-        return self._path
-
-    @property
-    def header(self) -> StatsHeader:
-        """Identity of the rank that writes the file."""
-        return self._header
-
     def counter(self, name: str, **labels: str) -> Counter:
-        """Return the counter of a metric for the given label values.
-
-        Raises:
-            ConfigError: if the metric, a label or a label value is unknown (the message suggests the closest match), or
-                if the metric is not a counter.
-        """
-        return Counter(self._cells, self._index(_metric(name, "counter"), labels))
+        """Return the counter of a metric for the given label values. Raises `KeyError` if one of them is unknown."""
+        return Counter(self._cells, self._index(name, labels))
 
     def gauge(self, name: str, **labels: str) -> Gauge:
-        """Return the gauge of a metric for the given label values. Raises the same exceptions as `counter`."""
-        return Gauge(self._cells, self._index(_metric(name, "gauge"), labels))
+        """Return the gauge of a metric for the given label values. Raises `KeyError` if one of them is unknown."""
+        return Gauge(self._cells, self._index(name, labels))
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return the histogram of a metric for the given label values. Raises the same exceptions as `counter`."""
-        metric = _metric(name, "histogram")
-        return Histogram(self._cells, self._index(metric, labels), metric.buckets)
+        """Return the histogram of a metric for the given label values. Raises `KeyError` if one of them is unknown."""
+        return Histogram(self._cells, self._index(name, labels), BY_NAME[name].buckets)
 
     def snapshot(self) -> Snapshot:
         """Return the current values, for an exporter in this process."""
         values = tuple(self._cells)
         status: Status = "ended" if values[CLOSED_CELL] else "live"
-        return Snapshot(header=self._header, values=values, status=status, uid=os.geteuid())
+        return Snapshot(header=self.header, values=values, status=status, uid=os.geteuid())
 
     def close(self, *, keep: bool = True) -> None:
         """Mark the file as closed, and remove it if `keep` is ``False``. Idempotent."""
@@ -198,37 +182,16 @@ class Stats:
             return
         self._closed = True
         self._cells[CLOSED_CELL] = time.time()
-        if self._path is None:
+        if self.path is None:
             return
         about = os.fstat(self._file)
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
         if not keep:
-            remove_stats_file(self._path, about)
+            remove_stats_file(self.path, about)
 
-    def _index(self, metric: Metric, labels: Mapping[str, str]) -> int:
-        known = metric.label_names
-        if set(labels) != set(known):
-            raise ConfigError(f"metric {metric.name!r} has the labels ({', '.join(known)}), got ({', '.join(labels)})")
-        for label in metric.labels:
-            choices = self._header.devices if label.name == "device" else label.values
-            if labels[label.name] not in choices:
-                value = labels[label.name]
-                raise ConfigError(
-                    f"metric {metric.name!r}: {label.name} = {value!r} is not one of "
-                    f"{', '.join(choices) or 'none'}{nearest(value, choices, 0.3)}"
-                )
-        return self._places.first[metric.name, tuple(labels[key] for key in known)]
-
-
-def _metric(name: str, kind: Kind) -> Metric:
-    metric = BY_NAME.get(name)
-    if metric is None or metric.server != "rank":
-        names = [known.name for known in BY_NAME.values() if known.server == "rank"]
-        raise ConfigError(f"unknown metric {name!r}{nearest(name, names, 0.3)}")
-    if metric.kind != kind:
-        raise ConfigError(f"metric {name!r} is of kind {metric.kind}, not {kind}")
-    return metric
+    def _index(self, name: str, labels: Mapping[str, str]) -> int:
+        return self._places.first[name, tuple(labels[key] for key in BY_NAME[name].label_names)]
 
 
 def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:
@@ -237,8 +200,6 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
     Returns:
         The file descriptor, the mapped memory and the path.
     """
-    if folder.suffix == SUFFIX:
-        raise ConfigError(f"{folder} is the path of a stats file; pass the path of the runtime folder instead")
     draft = folder / f".{name}.{os.getpid()}"
     file = -1
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,11 +29,6 @@ class Cells:
     length: int
     counted: tuple[int, ...]
     fingerprint: str
-
-    def metric_at(self, index: int) -> str:
-        """Return the name of the metric that owns a cell."""
-        owners = [name for (name, _), first in self.first.items() if first <= index]
-        return owners[-1] if owners else "closed"
 
 
 @lru_cache(maxsize=64)
@@ -68,14 +62,3 @@ def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, 
         return devices if label.name == "device" else label.values
 
     return itertools.product(*map(values, metric.labels))
-
-
-def check_values(cells: Cells, values: tuple[float, ...]) -> None:
-    """Check that the values of counters and histograms are non-negative and finite.
-
-    Raises:
-        ValueError: if they are not. The message names the metric.
-    """
-    for index in cells.counted:
-        if not 0 <= values[index] < math.inf:
-            raise ValueError(f"invalid count for {cells.metric_at(index)}: {values[index]} in cell {index}")

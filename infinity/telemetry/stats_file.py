@@ -12,8 +12,8 @@ Cell 0 is the Unix time at which the rank closed its file, or 0 while the file i
 so it never straddles a cache line, and the writer stores it with a single instruction. Readers use ``pread`` instead of
 a mapping, because a process that reads from a mapping receives SIGBUS if another process has truncated the file. In
 practice, Linux copies aligned words atomically, but it does not guarantee this. Therefore, the reader reads all cells
-twice, and reads cells that differ a third time; if a cell changes even faster, the third value is used. Each cell is
-consistent on its own but not with other cells: the sum of a histogram may be one observation ahead of its buckets.
+three times, and uses the third value of a cell whose first two differ. Each cell is consistent on its own but not with
+other cells: the sum of a histogram may be one observation ahead of its buckets.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import array
 import contextlib
 import fcntl
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.schema import Mismatch, distinct, integer, printable, record, sequence, table, text
+from infinity.schema import distinct, integer, number, printable, record, sequence, table, text
 from infinity.telemetry.metrics import BY_NAME, Metric
-from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of, check_values
+from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of, label_sets
 from infinity.units import KIB, MIB, align_up
 from infinity.untrusted_files import open_own, open_regular
 
@@ -131,15 +132,18 @@ class Snapshot:
         return self.status == "live"
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of a counter or gauge. Raises `KeyError` if the metric or a label value is unknown."""
+        """Return the value of a counter or gauge, summed over all values of labels that are not given."""
         metric = BY_NAME[name]
-        return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
+        if len(labels) == len(metric.labels):
+            return self.value_at(metric, tuple(labels[key] for key in metric.label_names))
+        every = [dict(zip(metric.label_names, one, strict=True)) for one in label_sets(metric, self.header.devices)]
+        return sum(self.value(name, **one) for one in every if labels.items() <= one.items())
 
     def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
         """Return the value of a counter or gauge for label values in the order of `metric.labels`."""
         return self.values[self._index(metric, values)]
 
-    def histogram_at(self, metric: Metric, values: tuple[str, ...]) -> HistogramValue:
+    def histogram_at(self, metric: Metric, values: tuple[str, ...] = ()) -> HistogramValue:
         """Return the value of a histogram for label values in the order of `metric.labels`."""
         first = self._index(metric, values)
         last = first + len(metric.buckets) + 1
@@ -218,7 +222,8 @@ def _read_open_file(descriptor: int) -> Snapshot:
     if about.st_size != offset + 8 * cells.length:
         raise ValueError(f"the file has {about.st_size} bytes instead of {offset + 8 * cells.length}")
     values = _read_cells(descriptor, offset, cells.length)
-    check_values(cells, values)
+    if not all(0 <= values[index] < math.inf for index in cells.counted):
+        raise ValueError("a counter or histogram is negative or not finite")
     status = _status(header, values[CLOSED_CELL], descriptor)
     return Snapshot(header=header, values=values, status=status, uid=about.st_uid)
 
@@ -231,22 +236,9 @@ def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def _read_cells(descriptor: int, offset: int, length: int) -> tuple[float, ...]:
-    first, second = (_read_exactly(descriptor, 8 * length, offset) for _ in range(2))
-    if first != second:  # see [Note: torn reads]
-        third = _read_exactly(descriptor, 8 * length, offset)
-        rows = zip(_cells(first), _cells(second), _cells(third), strict=True)
-        return tuple(a if a == b else c for a, b, c in rows)
-    return tuple(_cells(second))
-
-
-def _cells(data: bytes) -> array.array[float]:
-    return array.array("d", data)
-
-
-def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-        raise Mismatch(value, "must be a Unix time")
-    return float(value)
+    # See [Note: torn reads].
+    looks = (array.array("d", _read_exactly(descriptor, 8 * length, offset)) for _ in range(3))
+    return tuple(a if a == b else c for a, b, c in zip(*looks, strict=True))
 
 
 _NAME = text("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -261,7 +253,7 @@ _HEADER = record(
     pid=integer(0, (1 << 31) - 1),
     process_started=integer(0),
     pid_namespace=integer(0),
-    started=_seconds,
+    started=number(0, 1 << 40),
     devices=distinct(sequence(_NAME, most=MAX_DEVICES)),
     info=table(printable(), printable()),
     fingerprint=_NAME,

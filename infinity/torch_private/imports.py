@@ -25,11 +25,7 @@ TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 
 
 def lacking(missing: str) -> UnsupportedError:
-    """Return the error to raise if this torch release lacks a private API.
-
-    Args:
-        missing: description of the missing API.
-    """
+    """Return the error to raise if this torch release lacks a private API."""
     return UnsupportedError(
         f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
         "infinity was tested, or a newer release of infinity"

@@ -388,15 +388,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def reshard(module: Any) -> None:
-    """Reshard a module if it is gathered.
-
-    Args:
-        module: module on which `fully_shard` was called.
-    """
-    module.reshard()
-
-
 def before_forward_methods(module: Any, call: Callable[[], None]) -> Callable[[], None]:
     """Call a function before each method that `register_fsdp_forward_method` registered, and before its gather.
 
@@ -404,7 +395,6 @@ def before_forward_methods(module: Any, call: Callable[[], None]) -> Callable[[]
 
     Args:
         module: module on which `fully_shard` was called.
-        call: function to call.
 
     Returns:
         Function that stops the calls.

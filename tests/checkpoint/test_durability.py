@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import re
 import shutil
 import threading
 import time
@@ -312,26 +311,6 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def bit_flipped(data: bytes) -> bytes:
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-def test_damaged_checkpoint_raises(undisturbed: list[float], tmp_path: Path) -> None:
-    """The error names the manifest or state file, and no file is removed."""
-    with Session(tmp_path) as session:
-        session.run(EVERY)
-    for suffix in ("json", "safetensors"):
-        (file,) = (run_folder(tmp_path) / "checkpoints").glob(f"step*.{suffix}")
-        good = file.read_bytes()
-        for content in (good[: len(good) // 2], b"", bit_flipped(good), b'{"checksum": 5, "body": [1, 2]}'):
-            file.write_bytes(content)
-            with pytest.raises(CheckpointError, match=re.escape(file.name)):
-                Session(tmp_path, run=LATEST)
-        file.write_bytes(good)
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
-
-
 def test_second_run_in_a_folder_is_rejected(tmp_path: Path) -> None:
     """The error names the first run, and its process or variable; the first run continues."""
     with Session(tmp_path) as session:
@@ -378,29 +357,6 @@ def test_failed_checkpoint_write_keeps_the_previous_checkpoint(
 
 def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_failed_second_checkpoint_of_a_step_keeps_the_first(
-    undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first checkpoint is valid even if random numbers were drawn before the second."""
-    with Session(tmp_path) as session:
-        session.run(EVERY)
-        torch.rand(5)
-        monkeypatch.setattr(manifests, "write_manifest", no_space)
-        with pytest.raises(StorageError, match="No space left"):
-            session.save_checkpoint()
-        monkeypatch.undo()
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
-
-
-def test_step_can_be_saved_twice(tmp_path: Path) -> None:
-    """The second checkpoint replaces the first."""
-    with Session(tmp_path) as session:
-        session.run(EVERY)
-        session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": "second"})
-    with Session(tmp_path, run=LATEST) as session:
-        assert session.optimizer.resumed_extra["note"] == "second"
 
 
 def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.checkpoint.extra import load_extra, save_extra
+from infinity.checkpoint.values import load_values, save_extra
 from infinity.errors import CheckpointError, InfinityError
 from infinity.schedule.pager import Pager
+from infinity.schema import brief
 from infinity.store.marker import look_for_runs
 from support.ranks import RankPool
 from support.session import Session
@@ -28,7 +30,14 @@ SUPPORTED: dict[str, Any] = {
     "tuples": [(), (1,), ((0.9, 0.999), [(None,)]), {"betas": (0.9, 0.999)}],
     "keys": {30: 1, None: {False: 2}, 0.5: (), "text": {"80": {80: []}}},
     "milestones": Counter([30, 80, 80]),
-    "marks": [{"tuple": [1]}, {"pairs": []}, {"pairs": [[1, 2]]}, {"tuple": {"tuple": ()}}, {"tuple": 1, "pairs": 2}],
+    "marks": [
+        {"tuple": [1]},
+        {"tensor": 1},
+        {"pairs": []},
+        {"pairs": [[1, 2]]},
+        {"tuple": {"tuple": ()}},
+        {"tuple": 1, "pairs": 2},
+    ],
     "tuple": [1],
 }
 loop: list[Any] = []
@@ -124,11 +133,16 @@ def test_scheduler_states_can_be_saved() -> None:
     """The milestones of `MultiStepLR` have integer keys."""
     for name, scheduler in schedulers().items():
         state = scheduler.state_dict()
-        assert load_extra(json.loads(json.dumps(save_extra(state)))) == state, name
+        assert load_values(json.loads(json.dumps(save_extra(state)))) == state, name
 
 
 def test_malformed_extra_is_rejected() -> None:
-    """The marks for tuples and pairs contain invalid values."""
-    for damaged in ({"tuple": 1}, {"pairs": {}}, {"pairs": [1]}, {"pairs": [[1]]}, {"pairs": [[[], 1]]}):
-        with pytest.raises(ValueError, match="extra: "):
-            load_extra({"a": [damaged]})
+    """The marks for tuples, pairs and tensors contain invalid values."""
+    damaged: tuple[dict[str, Any], ...] = (
+        {"tuple": 1}, {"pairs": {}}, {"pairs": [1]}, {"pairs": [[1]]}, {"pairs": [[[], 1]]}, {"tensor": ["float32"]},
+        {"tensor": ["float31", [], 1]}, {"tensor": [[], [], 1]}, {"tensor": ["int8", [], 300]},
+        {"tensor": ["float32", [2**62], []]}, {"tensor": ["float32", [2], [1.0, "x"]]},
+    )  # fmt: skip
+    for value in damaged:
+        with pytest.raises(ValueError, match=f"^{re.escape(brief(value))} (does not c|is not a tensor)"):
+            load_values({"a": [value]})

@@ -63,18 +63,6 @@ def test_split_master_is_exact() -> None:
         assert (weights.nbytes, lower.nbytes, rounded_up.nbytes) == (2 << 16, 2 << 16, 1 << 13)
 
 
-def test_split_master_needs_the_rounding_bit() -> None:
-    """The two ties next to an even weight have the same lower half and differ only in the rounding bit."""
-    below, above = numbers_with_upper_half(0x3F7F)[0x8000], numbers_with_upper_half(0x3F80)[0x8000]
-    (one, lower, up), (other, same_lower, down) = (
-        encode(tie.repeat(SHARD_ALIGNMENT), "split") for tie in (below, above)
-    )
-    assert below != above
-    assert torch.equal(one, other)
-    assert torch.equal(lower, same_lower)
-    assert not torch.equal(up, down)
-
-
 LEAST = Paging(host_cache="least", format="split")
 SPLIT = {
     "least": LEAST,

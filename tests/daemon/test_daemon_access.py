@@ -23,7 +23,6 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
 from infinity.store import path_bandwidth
-from infinity.store.host_records import remember
 from infinity.telemetry import Stats, read_stats_file
 from infinity.telemetry.exporter import serve
 from infinity.telemetry.stats_file import StatsFileError
@@ -162,7 +161,7 @@ def test_planted_files_in_the_runtime_folder_are_ignored(subtests):
                 plant(runtime / name, victim)
             names = ["/a", "/b"]
             assert path_bandwidth._from_cache(names, runtime) is None
-            remember(runtime / path_bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
+            path_bandwidth.remember(runtime, names, [1.0, 3.0])
             assert path_bandwidth._from_cache(names, runtime) == [1.0, 3.0]
             with daemon(runtime):
                 found = talk(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import socket
 import struct
@@ -15,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from infinity.telemetry import Stats
 from support.daemon_process import client, daemon, get, talk, until
 
 MIB = 1 << 20
@@ -131,40 +129,3 @@ def test_silent_and_disconnecting_clients_do_not_block_others(tmp_path: Path) ->
         assert resources(daemon_process)[0] < before[0] + 64 * MIB
         assert talk(tmp_path, {"op": "status"})[0]["ok"]
         assert "Traceback" not in process.log.read_text()
-
-
-def test_unexpected_files_in_the_runtime_folder_are_ignored(tmp_path: Path) -> None:
-    """Among them are corrupt, huge, sparse, unreadable and changing files, links, pipes and folders."""
-    chance = random.Random(2)
-    stats = Stats.create(tmp_path, run_id="good", rank=0, local_rank=0, world_size=1, devices=[], info={})
-    content = stats.path.read_bytes()
-    name = "run{}.rank0.stats".format
-    (tmp_path / name("garbage")).write_bytes(chance.randbytes(len(content)))
-    (tmp_path / name("empty")).write_bytes(b"")
-    (tmp_path / name("cut")).write_bytes(content[: len(content) // 2])
-    for number in range(40):
-        at = chance.randrange(len(content))
-        (tmp_path / name(f"flipped{number}")).write_bytes(content[:at] + chance.randbytes(4) + content[at + 4 :])
-    with (tmp_path / name("huge")).open("wb") as file:
-        file.truncate(1 << 40)
-    (tmp_path / name("link")).symlink_to(stats.path)
-    (tmp_path / name("dangling")).symlink_to(tmp_path / "nothing")
-    (tmp_path / name("device")).symlink_to("/dev/zero")
-    os.link(stats.path, tmp_path / name("second"))
-    os.mkfifo(tmp_path / name("pipe"))
-    (tmp_path / name("folder")).mkdir()
-    (tmp_path / name("closed")).write_bytes(content)
-    (tmp_path / name("closed")).chmod(0)
-    with daemon(tmp_path) as process:
-        daemon_process = psutil.Process(process.pid)
-        text = get(process.port, "/metrics")
-        before = resources(daemon_process)
-        for _ in range(20):
-            assert 'run="good"' in text
-            assert 'infinity_daemon_collector_success{collector="ranks"} 1.0' in text
-            (tmp_path / name("changing")).write_bytes(content[: chance.randrange(len(content))])
-            text = get(process.port, "/metrics")
-        assert resources(daemon_process)[1] <= before[1] + 2
-        assert resources(daemon_process)[0] < before[0] + 32 * MIB
-        assert "Traceback" not in process.log.read_text()
-    stats.close()

@@ -15,12 +15,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from infinity.errors import BudgetError
-from infinity.io.block_devices import Drive, Place, counters, locate, space, wear_ratio
+from infinity.io.block_devices import SYSFS, Drive, Place, counters, locate, space
 from infinity.telemetry import Stats
 from infinity.telemetry import stats_file as stats_file
-from infinity_daemon.collect_devices import DevicesCollector
-from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
+from infinity_daemon.collectors import DeviceFamilies, rank_families
 from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.run_log import RunLog
@@ -63,14 +62,6 @@ def test_a_repeated_reservation_replaces_and_only_its_owner_releases_it():
     assert reservations.entries() == ()
 
 
-def test_reservations_expire_with_their_owner():
-    reservations = Reservations()
-    reservations.reserve(ALICE, "r", place(), 60, free=100)
-    reservations.reserve(BOB, "r", place(), 40, free=100)
-    assert [entry.owner for entry in reservations.expire(lambda owner: owner == BOB)] == [ALICE]
-    assert reservations.by_drive() == {"nvme0n1": 40}
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from([ALICE, BOB]), st.sampled_from("abc"), st.sampled_from([1, 2]), st.integers(0, 90)),
@@ -94,34 +85,16 @@ def test_reservations_never_exceed_the_free_space(requests):
 # Collector isolation
 
 
-class Working:
-    name = "working"
-
-    def collect(self):
-        yield GaugeMetricFamily("infinity_working", "Working.", value=1)
+def work():
+    yield GaugeMetricFamily("infinity_working", "Working.", value=1)
 
 
-class Failing:
-    name = "failing"
-
-    def collect(self):
-        yield GaugeMetricFamily("infinity_partial", "Partial.", value=1)
-        raise OSError("drive gone")
+def fail():
+    yield GaugeMetricFamily("infinity_partial", "Partial.", value=1)
+    raise OSError("drive gone")
 
 
-class Hanging:
-    name = "hanging"
-
-    def __init__(self):
-        self.release, self.runs = threading.Event(), 0
-
-    def collect(self):
-        self.runs += 1
-        self.release.wait(300)
-        return []
-
-
-def scrape(*collectors, timeout=5.0):
+def scrape(timeout=60.0, **collectors):
     registry = CollectorRegistry()
     collection = Collection(collectors, timeout)
     registry.register(collection)
@@ -129,7 +102,7 @@ def scrape(*collectors, timeout=5.0):
 
 
 def test_a_failing_collector_does_not_affect_others():
-    collection, text = scrape(Failing(), Working())
+    collection, text = scrape(failing=fail, working=work)
     found = text()
     assert 'infinity_daemon_collector_success{collector="failing"} 0.0' in found
     assert 'infinity_daemon_collector_success{collector="working"} 1.0' in found
@@ -140,14 +113,20 @@ def test_a_failing_collector_does_not_affect_others():
 
 
 def test_a_hanging_collector_times_out_and_is_not_restarted():
-    hanging = Hanging()
-    _, text = scrape(hanging, Working(), timeout=3)
+    release, runs = threading.Event(), []
+
+    def hang():
+        runs.append(True)
+        release.wait(300)
+        return []
+
+    _, text = scrape(hanging=hang, working=work, timeout=3)
     for _ in range(3):
         found = text()
         assert 'infinity_daemon_collector_success{collector="hanging"} 0.0' in found
         assert "infinity_working 1.0" in found
-    assert hanging.runs == 1
-    hanging.release.set()
+    assert runs == [True]
+    release.set()
 
 
 # Drives
@@ -179,36 +158,22 @@ def test_locate_finds_the_drive_of_a_folder(tmp_path, partitions):
     assert found.file_system == number
     counted = counters(found.drive, tmp_path / "sys")
     assert (counted.read, counted.written) == (100 * 512, 2048 * 512)
-    assert wear_ratio(found.drive, tmp_path / "sys") is None
 
 
 def test_device_metrics_match_the_kernel_counters(tmp_path):
     """Each metric reports its own field of the drive's `stat` file, and no counter of another drive."""
     fake_sysfs(tmp_path / "sys", os.stat(tmp_path).st_dev)
     (tmp_path / "sys/devices/pci/nvme7/nvme7n1/stat").write_text("5 0 100 7000 6 0 2048 9000 0 11000 0 0 0 0 0 0 0\n")
-    collector = DevicesCollector(
-        paths=[str(tmp_path), "/proc"], stats_files=StatsFiles(tmp_path / "none", 60, 60), reserved=dict,
-        bandwidth=lambda drive: None, wear=WearWatch({}, sysfs=tmp_path / "sys"), sysfs=tmp_path / "sys",
-    )  # fmt: skip
-    _, text = scrape(collector)
+    _, text = devices_metrics(tmp_path, [str(tmp_path), "/proc"], sysfs=tmp_path / "sys")
     counted = {
         line.split("{")[0].removeprefix("infinity_device_"): float(line.split()[-1])
-        for line in text().splitlines()
+        for line in text.splitlines()
         if line.startswith("infinity_device_") and '{device="nvme7n1"}' in line and "_total" in line
     }
     assert counted == {
         "read_bytes_total": 100 * 512, "written_bytes_total": 2048 * 512, "read_operations_total": 5,
         "write_operations_total": 6, "read_seconds_total": 7, "write_seconds_total": 9, "busy_seconds_total": 11,
     }  # fmt: skip
-
-
-def test_wear_ratio_is_read_from_sysfs(tmp_path):
-    folder = tmp_path / "class/block/mmcblk0/device"
-    folder.mkdir(parents=True)
-    (folder / "life_time").write_text("0x02 0x05\n")
-    assert wear_ratio(Drive(name="mmcblk0", identity=""), tmp_path) == 0.5
-    (folder / "life_time").write_text("0x00 0x00\n")
-    assert wear_ratio(Drive(name="mmcblk0", identity=""), tmp_path) is None
 
 
 def test_a_folder_without_a_block_device_has_a_drive_name(tmp_path):
@@ -220,30 +185,17 @@ def test_a_folder_without_a_block_device_has_a_drive_name(tmp_path):
     assert 0 < space(str(tmp_path)).free <= space(str(tmp_path)).capacity
 
 
-def devices_metrics(tmp_path, paths, stats_files=None):
-    collector = DevicesCollector(
-        paths=paths,
+def devices_metrics(tmp_path, paths, stats_files=None, sysfs=SYSFS):
+    devices = DeviceFamilies(
         stats_files=stats_files or StatsFiles(tmp_path / "none", 60, 60),
         reserved=dict,
         bandwidth=lambda drive: None,
-        wear=WearWatch({}),
+        wear=WearWatch({}, sysfs),
+        sysfs=sysfs,
     )
-    collection, text = scrape(collector)
+    devices.paths = tuple(paths)
+    collection, text = scrape(devices=devices.collect)
     return collection, text()
-
-
-def test_a_drive_with_two_paths_is_reported_once(tmp_path):
-    paths = [str(tmp_path / name) for name in ("one", "two")]
-    for path in paths:
-        os.mkdir(path)
-    _, one = devices_metrics(tmp_path, paths[:1])
-    _, both = devices_metrics(tmp_path, paths)
-
-    def series_of(text):
-        return [line.split(" ")[0] for line in text.splitlines() if line.startswith("infinity_device")]
-
-    assert series_of(one) == series_of(both)
-    assert sum(line.startswith("infinity_device_capacity_bytes{") for line in both.splitlines()) == 1
 
 
 def test_only_a_missing_configured_path_fails_the_devices_collector(tmp_path):
@@ -276,7 +228,7 @@ def test_ranks_are_counted_by_status_across_runs(tmp_path):
     ended.close()
     (tmp_path / "broken.stats").write_text("not a stats file")
     (tmp_path / "copy.rank0.stats").write_bytes(live.path.read_bytes())
-    _, text = scrape(RanksCollector(StatsFiles(tmp_path, 60, 60)))
+    _, text = scrape(ranks=lambda: rank_families(StatsFiles(tmp_path, 60, 60)))
     found = text()
     for status, count in {"live": 2, "ended": 1, "dead": 0, "broken": 2}.items():
         assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
@@ -342,7 +294,7 @@ def test_a_dead_rank_is_reported_until_its_run_is_resumed_or_removed(tmp_path, m
     kill(start("first"))
     kill(start("second"))
     stats_files = StatsFiles(runtime, 0, 0)
-    _, text = scrape(RanksCollector(stats_files))
+    _, text = scrape(ranks=lambda: rank_families(stats_files))
 
     def dead():
         stats_files.remove_expired()

@@ -134,7 +134,6 @@ def test_a_reservation_ends_with_its_process(shared_daemon):
 def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_daemon):
     for message, error in [
         (b"garbage\n", "not JSON"),
-        (b"\n", "not JSON"),
         (b"\xff\xfe\n", "not UTF-8"),
         (b"[1]\n", "must be an object"),
         (b"[" * 60000 + b"\n", "not JSON"),
@@ -145,17 +144,12 @@ def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_da
         ({"op": "bandwidth", "paths": []}, "list of 1 to 64"),
         ({"op": "bandwidth", "paths": ["/no/such/folder"]}, "No such file"),
         ({"op": "bandwidth", "paths": ["relative"]}, "absolute"),
-        ({"op": "bandwidth", "paths": ["/a\0b"]}, "printable"),
         ({"op": "bandwidth", "paths": ["/\ud800"]}, "printable"),
         ({"op": "record_bandwidth", "rates": {"/": {"read": float("nan")}}, "source": "run"}, "rates./.read = nan"),
-        ({"op": "record_bandwidth", "rates": {"/": {"raed": 1}}, "source": "run"}, "did you mean read?"),
         ({"op": "record_bandwidth", "rates": {"/": {}}, "source": "run"}, "read, write, mixed"),
-        ({"op": "record_bandwidth", "rates": {"a": {"read": 1}}, "source": "run"}, "absolute"),
         ({"op": "record_bandwidth", "rates": {}, "source": "run"}, "0 paths; send 1 to 64"),
         ({"op": "record_bandwidth", "rates": {"/": {"read": 1}}, "source": "daemon"}, "'probe', 'run'"),
         ({"op": "reserve", "path": "/", "bytes": -1, "run_id": "r"}, "bytes = -1 is below the minimum of 1"),
-        ({"op": "reserve", "path": "/", "bytes": True, "run_id": "r"}, "bytes = True must be an integer"),
-        ({"op": "reserve", "path": "/", "bytes": 1, "run_id": ""}, "run_id"),
     ]:
         with subtests.test(error):
             _, folder = shared_daemon
@@ -164,21 +158,15 @@ def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_da
             assert status["ok"]
 
 
-def test_an_oversized_message_is_rejected(shared_daemon):
+def test_oversized_and_partial_messages_are_rejected(shared_daemon):
     _, folder = shared_daemon
-    with client(folder) as peer:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            peer.sendall(b"x" * (64 << 10) + b"x" * 4096)
-        assert b"65536 bytes" in peer.recv(4096)
+    for message, error in ((b"x" * (68 << 10), b"65536 bytes"), (b'{"op": "sta', b"newline")):
+        with client(folder) as peer:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                peer.sendall(message)
+                peer.shutdown(socket.SHUT_WR)
+            assert error in peer.recv(4096)
     assert talk(folder, {"op": "status"})[0]["ok"]
-
-
-def test_a_partial_message_is_rejected(shared_daemon):
-    _, folder = shared_daemon
-    with client(folder) as peer:
-        peer.sendall(b'{"op": "sta')
-        peer.shutdown(socket.SHUT_WR)
-        assert b"newline" in peer.recv(4096)
 
 
 def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
@@ -190,20 +178,17 @@ def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
     until(lambda: talk(folder, {"op": "status"})[0].get("ok"))
 
 
-def test_a_second_daemon_reports_the_pid_of_the_first(shared_daemon):
+def test_a_second_daemon_reports_what_is_in_use(shared_daemon, tmp_path):
+    """It names the process that uses the socket, or the port, and leaves no socket behind."""
     process, folder = shared_daemon
-    second = start_second(folder, "--port", "0")
-    assert second.returncode == 2
-    assert f"another infinityd (pid {process.pid})" in second.stderr
-    assert "Traceback" not in second.stderr
+    for runtime, port, message in (
+        (folder, 0, f"another infinityd (pid {process.pid})"),
+        (tmp_path, process.port, f"port {process.port}"),
+    ):
+        second = start_second(runtime, "--port", str(port))
+        assert (second.returncode, message in second.stderr) == (2, True), second.stderr
+        assert "Traceback" not in second.stderr
     assert talk(folder, {"op": "status"})[0]["ok"]
-
-
-def test_a_busy_port_is_reported_and_no_socket_remains(shared_daemon, tmp_path):
-    process, _ = shared_daemon
-    second = start_second(tmp_path, "--port", str(process.port))
-    assert second.returncode == 2
-    assert f"port {process.port}" in second.stderr
     assert not (tmp_path / "infinityd.sock").exists()
 
 

@@ -61,19 +61,6 @@ def test_the_dashboard_works_with_any_data_source_and_instance():
     }  # fmt: skip
 
 
-def test_panels_have_unique_ids_and_do_not_overlap():
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
-        for panel in panels
-        for x in range(panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) == 23
-
-
 def promtool(*arguments):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -124,16 +123,3 @@ def test_an_unwritable_folder_loses_only_the_history(tmp_path: Path) -> None:
     found = profiles.of(drive("a"))
     assert found is not None
     assert found.read == 5.0
-
-
-def test_concurrent_recording_keeps_every_measurement(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path)
-    threads = [
-        threading.Thread(target=profiles.record, args=(measurement(1.0, 1 + number, on=str(number)),))
-        for number in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(json.loads((tmp_path / FILE_NAME).read_text())["measurements"]) == 20

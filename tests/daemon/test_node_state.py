@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.io.block_devices import Drive, locate
-from infinity.telemetry import METRICS, stats
+from infinity.telemetry import stats
 from infinity.telemetry.history import History
 from infinity.telemetry.run_views import Runs
-from infinity.telemetry.stats_cells import label_sets
+from infinity_daemon.background import Background
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.drive_bandwidth import Profile
 from infinity_daemon.drive_wear import WearWatch
@@ -116,16 +116,6 @@ def test_run_figures_cover_the_last_ten_seconds():
     assert run["tokens_per_second"] == pytest.approx(400)
     fresh = look(Runs(lambda path: None), [rank], 45.0)[0]
     assert fresh["step_seconds"] == pytest.approx((29 * 0.5 + 15 * 0.25) / 44)
-
-
-def test_rates_are_computed_between_infrequent_observations():
-    rank, runs = CountedRank(None), Runs(lambda path: None)
-    look(runs, [rank], 0.0)
-    for now in (60.0, 120.0):
-        for _ in range(60):
-            rank.step(when=UNIX + now)
-        run = look(runs, [rank], now)[0]
-        assert run["io"]["read"] == pytest.approx(6 << 20)
 
 
 def test_runs_with_slow_steps_have_figures():
@@ -235,7 +225,7 @@ def write_drive(sysfs: Path, drive: Drive, read: int, written: int) -> None:
     (folder / "stat").write_text(" ".join(map(str, fields)))
 
 
-def test_drive_views_report_traffic_space_and_latency(tmp_path):
+def test_drive_views_report_traffic_space_and_latency(tmp_path, monkeypatch):
     """The space of each file system is counted once, and unknown values are omitted."""
     drive = locate(str(tmp_path)).drive
     profile = Profile(read=1e9, write=5e8, measured=UNIX)
@@ -246,7 +236,9 @@ def test_drive_views_report_traffic_space_and_latency(tmp_path):
     name = locate(str(tmp_path), tmp_path).drive.name  # without sysfs files, the drive is named after its file system
     drive = Drive(name=name, identity=name)
     write_drive(tmp_path, drive, 0, 0)
-    drives.look(100.0)
+    now = 100.0
+    monkeypatch.setattr("infinity_daemon.configured_drives.time.monotonic", lambda: now)
+    drives.look()
     (first, missing) = drives.found[1]
     assert first["paths"] == [str(tmp_path), str(tmp_path / "inside")]
     assert not {"read", "write"} & set(first)
@@ -257,16 +249,19 @@ def test_drive_views_report_traffic_space_and_latency(tmp_path):
     }
     assert 0 < first["free"] <= first["capacity"]
     write_drive(tmp_path, drive, 512_000, 1_024_000)
-    drives.look(102.0)
+    now = 102.0
+    drives.look()
     found = drives.found[1][0]
     assert (found["read"], found["write"]) == (256_000, 512_000)
     assert found["busy"] == pytest.approx(0.25)
     assert (found["read_latency"], found["write_latency"]) == pytest.approx((0.002, 0.003))
     write_drive(tmp_path, drive, 6_656_000, 1_024_000)
-    drives.look(162.0)  # after a minute without an observation
+    now = 162.0  # after a minute without an observation
+    drives.look()
     assert drives.found[1][0]["read"] == pytest.approx(102_400)
     write_drive(tmp_path, drive, 0, 0)  # counters of a different drive with the same name
-    drives.look(163.0)
+    now = 163.0
+    drives.look()
     assert "read" not in drives.found[1][0]
 
 
@@ -298,38 +293,16 @@ def test_the_state_is_json_for_non_finite_values(tmp_path):
     assert (run["loss"], run["gradient_norm"], run["learning_rate"]) == ("nan", "-inf", 1e308)
     assert (tree["node"]["host"], tree["node"]["broken_stats_files"]) == ("node", 3)
     (entry,) = tree["reservations"]
-    assert (entry["run"], entry["bytes"], entry["path"], entry["pid"]) == ("odd", 1000, str(tmp_path), 7)
-
-
-@given(st.lists(st.sampled_from([0.0, -0.0, -1.0, 1e-320, 0.1, 1e308, math.nan, math.inf, -math.inf]), min_size=9))
-def test_the_state_is_json_for_any_numbers(values):
-    """Gauges may have any value, and counters any finite value of 0 or more."""
-    rank, state = CountedRank(None), make_state()
-    chosen = iter(values * 50)
-    for metric in METRICS:
-        if metric.server != "rank" or metric.kind not in ("gauge", "counter", "histogram"):
-            continue
-        for labels in label_sets(metric, ("nvme0",)):
-            named, value = dict(zip(metric.label_names, labels, strict=True)), next(chosen)
-            if metric.kind == "gauge":
-                rank.stats.gauge(metric.name, **named).set(value)
-            elif 0 <= value < math.inf:
-                cell = rank.stats.counter if metric.kind == "counter" else rank.stats.histogram
-                counted = cell(metric.name, **named)
-                counted.add(value) if metric.kind == "counter" else counted.observe(value)
-        state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, next(chosen))
-    tree = json.loads(state.text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert len(tree["runs"]) == 1
+    assert (entry["run_id"], entry["bytes"], entry["path"], entry["pid"]) == ("odd", 1000, str(tmp_path), 7)
 
 
 def test_a_hanging_drive_blocks_only_its_own_thread(monkeypatch, tmp_path):
     """The previous figures and their time are kept, and stopping does not wait for the drive."""
     drives = Drives(bandwidth=lambda drive: None, wear=WearWatch({}))
     drives.paths = (str(tmp_path),)
-    drives.look(0.0)
+    drives.look()
     before = drives.found
     queried, resumed = threading.Event(), threading.Event()
-    monkeypatch.setattr("infinity_daemon.configured_drives._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("infinity_daemon.background._JOIN_SECONDS", 0.01)
 
     def hang(path):
@@ -338,10 +311,11 @@ def test_a_hanging_drive_blocks_only_its_own_thread(monkeypatch, tmp_path):
         raise OSError("gone")
 
     monkeypatch.setattr("infinity.telemetry.drive_views.space", hang)
-    drives.start()
+    thread = Background("drives", drives.look, 0.01)
+    thread.start()
     assert queried.wait(300)
     assert drives.found == before
-    drives.stop()
+    thread.close()
     assert not resumed.is_set()
     resumed.set()
 

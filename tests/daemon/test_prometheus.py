@@ -139,11 +139,6 @@ def test_every_panel_has_data(query: Any) -> None:
     assert empty == []
 
 
-def test_the_run_variable_selects_one_run(query: Any) -> None:
-    found = query('max by (run, rank) (infinity_steps_total{run=~"first"})')
-    assert {(series["metric"]["run"], series["metric"]["rank"]) for series in found} == {("first", "0"), ("first", "1")}
-
-
 def test_every_query_of_the_guide_has_a_result(query: Any) -> None:
     queries = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/how-to/monitoring.md").read_text(), re.DOTALL)
     assert len(queries) >= 10

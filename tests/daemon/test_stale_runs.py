@@ -10,16 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from infinity.errors import ConfigError
 from infinity.io.block_devices import locate
 from infinity.store.folder import FolderLock, RunFolder, no_starts
 from infinity.store.marker import new_run_id
 from infinity_daemon import stale
-from infinity_daemon.collect_stale import StaleCollector
-from infinity_daemon.collection import Collection
-from infinity_daemon.daemon_config import StaleConfig, load_daemon_config
+from infinity_daemon.daemon_config import StaleConfig
 from infinity_daemon.stale import StaleRuns
 from support.daemon_process import daemon, get, talk, until
 
@@ -134,14 +130,6 @@ def test_subfolders_are_searched(tmp_path: Path, clock: Clock, monkeypatch: pyte
     assert look(runs) == [near.run_id]
 
 
-def test_by_default_no_run_is_removed(tmp_path: Path, clock: Clock) -> None:
-    make_run(tmp_path), make_run(tmp_path, checkpointed=True)
-    runs = make_stale_runs(StaleConfig(), tmp_path)
-    for _ in range(3):
-        assert len(look(runs)) == 2
-        clock.offset += 1000 * DAY
-
-
 def test_runs_with_and_without_checkpoints_have_separate_grace_periods(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,13 +145,20 @@ def test_runs_with_and_without_checkpoints_have_separate_grace_periods(
     assert caplog.text.count("stale.removed") == 2
 
 
-@pytest.mark.parametrize("setting", ["remove_after_seconds", "remove_checkpointed_after_seconds"])
-def test_each_setting_removes_only_its_kind_of_run(tmp_path: Path, clock: Clock, setting: str) -> None:
+def test_each_setting_removes_only_its_kind_of_run(tmp_path: Path, clock: Clock) -> None:
+    """By default, no run is removed."""
     plain, full = make_run(tmp_path), make_run(tmp_path, checkpointed=True)
-    runs = make_stale_runs(StaleConfig(**{setting: DAY}), tmp_path)
-    runs.look()
-    clock.offset = 100 * DAY
-    assert look(runs) == [full.run_id if setting == "remove_after_seconds" else plain.run_id]
+    runs = make_stale_runs(StaleConfig(), tmp_path)
+    for settings, left in (
+        (StaleConfig(), [plain, full]),
+        (StaleConfig(remove_after_seconds=DAY), [full]),
+        (StaleConfig(remove_after_seconds=DAY), [full]),
+        (StaleConfig(remove_checkpointed_after_seconds=DAY), []),
+    ):
+        assert look(runs)
+        clock.offset += 100 * DAY
+        runs.settings = settings
+        assert look(runs) == [run.run_id for run in left]
 
 
 def test_changing_or_holding_a_run_restarts_its_grace_period(tmp_path: Path, clock: Clock) -> None:
@@ -266,22 +261,6 @@ def test_a_missing_folder_does_not_hide_others(tmp_path: Path) -> None:
     assert look(make_stale_runs(BOTH, tmp_path / "gone", tmp_path / "here")) == [run.run_id]
 
 
-def test_stale_runs_are_exported_as_metrics(tmp_path: Path) -> None:
-    """A drive without stale runs exports 0."""
-    runs = make_stale_runs(StaleConfig(), tmp_path)
-    registry = CollectorRegistry()
-    registry.register(Collection([StaleCollector(runs)]))
-    runs.look()
-    drive = locate(str(tmp_path)).drive.name
-    assert f'infinity_device_stale_bytes{{device="{drive}"}} 0.0' in generate_latest(registry).decode()
-    make_run(tmp_path)
-    runs.look()
-    text = generate_latest(registry).decode()
-    assert f'infinity_device_stale_runs{{device="{drive}"}} 1.0' in text
-    found = next(line for line in text.splitlines() if line.startswith("infinity_device_stale_bytes{"))
-    assert float(found.split()[1]) == runs.found[0].nbytes
-
-
 def test_the_daemon_reports_stale_runs(tmp_path: Path) -> None:
     """They appear in the metrics and in the socket's status."""
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
@@ -290,13 +269,9 @@ def test_the_daemon_reports_stale_runs(tmp_path: Path) -> None:
     with daemon(runtime, "--device-path", str(nvme)) as process:
         until(lambda: talk(runtime, {"op": "status"})[0]["stale_runs"])
         (reported,) = talk(runtime, {"op": "status"})[0]["stale_runs"]
-        assert "infinity_device_stale_runs{" in get(process.port, "/metrics")
+        text, drive = get(process.port, "/metrics"), locate(str(nvme)).drive.name
+        assert f'infinity_device_stale_runs{{device="{drive}"}} 1.0' in text
+        assert f'infinity_device_stale_bytes{{device="{drive}"}} {reported["bytes"] / 1e6}e+06' in text
     assert (reported["run_id"], reported["folders"]) == (run.run_id, [str(run.roots[0])])
     assert (reported["checkpointed"], reported["complete"]) == (True, True)
     assert reported["bytes"] >= MIB
-
-
-def test_a_short_grace_period_for_checkpoints_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"remove_checkpointed_after_seconds = 60 .*86400"):
-        load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": 60})
-    assert load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": DAY}).stale.remove_after_seconds == 0

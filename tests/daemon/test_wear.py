@@ -7,9 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from infinity.io.block_devices import Drive, locate
-from infinity.telemetry import Stats
-from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collection import Collection
+from infinity_daemon.collectors import DeviceFamilies
 from infinity_daemon.drive_wear import DAY, Health, WearWatch, health_of
 from infinity_daemon.stats_files import StatsFiles
 
@@ -159,11 +158,10 @@ def test_wear_is_exported_as_metrics(tmp_path, fake_programs, monkeypatch):
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
     stats_files = StatsFiles(tmp_path, 60, 60)
-    collector = DevicesCollector(
-        paths=[str(tmp_path)], stats_files=stats_files, reserved=dict, bandwidth=lambda drive: None, wear=watch
-    )
+    devices = DeviceFamilies(stats_files=stats_files, reserved=dict, bandwidth=lambda drive: None, wear=watch)
+    devices.paths = (str(tmp_path),)
     registry = CollectorRegistry()
-    registry.register(Collection([collector]))
+    registry.register(Collection({"devices": devices.collect}))
     for moment, written in ((0.0, 0), (60.0, GIB)):
         now = moment
         sysfs_with(tmp_path / "sys", written, drive)
@@ -173,20 +171,3 @@ def test_wear_is_exported_as_metrics(tmp_path, fake_programs, monkeypatch):
     days = 450 * 10**12 / (GIB / 60) / DAY
     found = next(line for line in text.splitlines() if line.startswith("infinity_device_endurance_days{"))
     assert float(found.split()[1]) == pytest.approx(days)
-
-
-def test_the_drive_of_an_ended_rank_is_still_exported(tmp_path):
-    """Its last traffic can then still be attributed to the drive."""
-    info = {"paths": json.dumps([str(tmp_path)])}
-    stats = Stats.create(tmp_path, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
-    stats.close()
-    collector = DevicesCollector(
-        paths=[],
-        stats_files=StatsFiles(tmp_path, 60, 60),
-        reserved=dict,
-        bandwidth=lambda drive: None,
-        wear=WearWatch({}),
-    )
-    served = {family.name: family.samples for family in collector.collect()}
-    (sample,) = served["infinity_rank_device_info"]
-    assert sample.labels["block_device"] == locate(str(tmp_path)).drive.name

@@ -18,7 +18,7 @@ from infinity.telemetry import find_stats_files, read_stats_file
 from support.browser import PROGRAM, Tab, browser
 from support.command import SMALL
 from support.counted_rank import CountedRank
-from support.daemon_process import ENVIRONMENT, daemon, talk, until
+from support.daemon_process import ENVIRONMENT, daemon, talk
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 
@@ -386,14 +386,4 @@ def test_the_page_reconnects_to_a_restarted_daemon(tab, tmp_path):
     # Requests in flight at shutdown fail, too.
     connection_errors = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE")
     assert all(any(word in error for word in connection_errors) for error in tab.errors), tab.errors
-    tab.errors.clear()
-
-
-def test_the_browser_fixture_reports_page_errors(tab, tmp_path):
-    """This verifies that the other tests would notice an error."""
-    with daemon(tmp_path) as process:
-        open_page(tab, process.port)
-        tab.value("setTimeout(() => { throw new Error('on purpose'); })")
-        until(lambda: tab.value("1") and tab.errors)
-        assert "on purpose" in tab.errors[0]
     tab.errors.clear()

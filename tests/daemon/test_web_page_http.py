@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import re
 import socket
 from pathlib import Path
 
 import infinity_daemon
-from infinity.telemetry.http_server import MAX_STREAMS
 from support.counted_rank import CountedRank
-from support.daemon_process import daemon, get, until
+from support.daemon_process import daemon
 
 SITE = Path(infinity_daemon.__file__).parent / "site"
 FILES = {
@@ -73,20 +71,6 @@ def test_the_page_and_its_files_are_served_unchanged(tmp_path):
             assert request(process.port, path)[0] == 404
 
 
-def test_the_page_has_no_external_or_inline_code():
-    """The files contain no other host's URL, no inline script or style, and no HTML built from strings."""
-    assert {path.name for path in SITE.iterdir()} == {*FILES.values(), "icon.svg"}
-    for path in SITE.iterdir():
-        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?://|//[a-z]+\.", text), path.name
-    page = (SITE / "index.html").read_text()
-    assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*\ssrc=)", page)
-    for name in ("page.js", "chart.js", "units.js"):
-        assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(", (SITE / name).read_text()
-        )
-
-
 def test_the_stream_sends_the_state_and_its_changes(tmp_path):
     rank = CountedRank(tmp_path, paths=[tmp_path])
     rank.step(loss=3.5)
@@ -130,34 +114,3 @@ def test_only_the_empty_page_and_health_are_served_without_a_token(tmp_path):
             assert request(process.port, path, token="0123456789abcdef", method="HEAD")[0] == 200
         with stream(process.port, "0123456789abcdef") as answer:
             assert next_state(answer)["runs"][0]["id"] == "secret-run"
-
-
-def test_fifty_streams_do_not_block_other_requests(tmp_path):
-    """Streams that are not read do not block either; above the limit, the response has status 503."""
-    CountedRank(tmp_path).step()
-    with daemon(tmp_path) as process, contextlib.ExitStack() as stack:
-        answers = [stack.enter_context(stream(process.port)) for _ in range(50)]
-        for answer in answers[:25]:  # the others read nothing
-            assert next_state(answer)["runs"]
-        for _ in range(3):
-            assert "infinity_daemon_build_info" in get(process.port, "/metrics")
-            assert json.loads(get(process.port, "/healthz"))["status"] == "ok"
-        for answer in answers[:25]:
-            assert next_state(answer)["runs"]
-        for _ in range(MAX_STREAMS - 50):
-            assert b" 200 OK" in stack.enter_context(stream(process.port)).readline()
-        status, _, content = request(process.port, "/api/events")
-        assert (status, b"64 streams" in content) == (503, True)
-        assert "infinity_daemon_build_info" in get(process.port, "/metrics")
-    assert "Traceback" not in process.log.read_text()
-
-
-def test_the_state_contains_paths_unescaped(tmp_path):
-    """A path may contain any printable characters."""
-    odd = tmp_path / "<img src=x onerror=alert(1)>\"'&"
-    odd.mkdir()
-    rank = CountedRank(tmp_path, paths=[odd])
-    rank.step()
-    with daemon(tmp_path) as process:
-        until(lambda: json.loads(get(process.port, "/api/state"))["drives"])
-        assert json.loads(get(process.port, "/api/state"))["drives"][0]["paths"] == [str(odd)]

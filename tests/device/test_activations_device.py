@@ -1,4 +1,4 @@
-"""Tests of paged activations on the simulated device and on the CPU.
+"""Tests of paged activations on the simulated device, and on two ranks also on the CPU.
 
 Results are bitwise equal to training in memory, and all accesses are ordered.
 """
@@ -17,8 +17,6 @@ from support.ranks import RankPool
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, compare
 
-ON_CPU = {name: paging for name, paging in ACTIVATIONS.items() if paging.activations == "nvme"}
-
 
 def rows(every: int) -> list[Any]:
     """Return (recipe, paging, kind) for all recipes and pagings; the kinds of simulation alternate."""
@@ -33,11 +31,6 @@ def rows(every: int) -> list[Any]:
 @pytest.mark.parametrize(("recipe", "paging", "kind"), rows(2))
 def test_paged_activations_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
     assert compare_on_device(kind, recipe, paging, str(tmp_path)) == []
-
-
-@pytest.mark.parametrize(("recipe", "paging"), one_of(2, variants(ACTIVATION_RECIPES, ON_CPU)))
-def test_paged_activations_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    assert compare(recipe, paging, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("kind", ["", "late-updates"])

@@ -51,7 +51,7 @@ def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 UPDATED = [kind for kind in KINDS if kind.endswith("updates")]
 ROWS = [
-    *one_of(2, variants(PAGINGS, {kind: kind for kind in KINDS})),
+    *one_of(4, variants(PAGINGS, {kind: kind for kind in KINDS})),
     *one_of(2, variants(GPU_RESIDENT_PAGES, {kind: kind for kind in UPDATED})),
 ]
 

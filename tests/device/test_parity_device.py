@@ -17,10 +17,7 @@ from support.device.tables import ALL, FEW, GPU_RESIDENT_PAGES, PAGINGS, RECIPES
 from support.ranks import RankPool
 from support.session import Session
 from support.tables import alternate, one_of, variants
-from support.train import Paging, Recipe, compare
-
-EDITS = {name: RECIPES[name] for name in ("clip-by-torch", "edit", "edit-clip")}
-"""Recipes that no other test compares on the CPU."""
+from support.train import Paging, Recipe
 
 
 def rows(every: int) -> list[Any]:
@@ -33,7 +30,7 @@ def rows(every: int) -> list[Any]:
     return one_of(every, listed)
 
 
-@pytest.mark.parametrize(("recipe", "paging", "kind"), rows(2))
+@pytest.mark.parametrize(("recipe", "paging", "kind"), rows(3))
 def test_paging_changes_no_bit_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
     """Every access to a page, a gradient or a number is also ordered after the accesses that it depends on."""
     assert compare_on_device(kind, recipe, paging, str(tmp_path)) == []
@@ -69,11 +66,6 @@ def test_full_parameter_updates_change_no_bit(paging: str, kind: str, tmp_path: 
     """Updates of full parameters run on the host or on the device."""
     recipe = Recipe(model="toy", steps=4, optimizer="trust_ratio")
     assert compare_on_device(kind, recipe, PAGINGS[paging], str(tmp_path)) == []
-
-
-@pytest.mark.parametrize(("recipe", "paging"), one_of(3, variants(EDITS, PAGINGS)))
-def test_paging_changes_no_bit_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    assert compare(recipe, paging, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("recipe", "paging", "kind"), rows(5))

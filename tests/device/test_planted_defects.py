@@ -28,5 +28,11 @@ from support.tables import all_but
     ),
 )
 def test_planted_defect_is_detected(name: str, tmp_path: Path) -> None:
-    found = DEFECTS[name].found(tmp_path)
-    assert sides(DEFECTS[name], found), "\n".join(found) or "no race was reported"
+    """Threads of the host may be ordered by chance, so that a few runs can be necessary."""
+    found: list[str] = []
+    for seed in range(5):
+        (folder := tmp_path / str(seed)).mkdir()
+        found += DEFECTS[name].found(folder, seed)
+        if sides(DEFECTS[name], found):
+            return
+    raise AssertionError("\n".join(found) or "no race was reported")

@@ -39,13 +39,3 @@ def test_the_table_lists_all_unsupported_arguments() -> None:
     """Names and reasons have the same wording."""
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
     assert rows[1:] == [(name, reason) for name, _, reason in UNSUPPORTED]
-
-
-def test_a_model_without_device_map_fails_in_the_trainer(tmp_path: Path) -> None:
-    """Without `hf_device_map`, the Trainer tries to move the meta-device model."""
-    from support.trainers import make
-
-    model = build("meta")
-    del model.hf_device_map
-    with pytest.raises(NotImplementedError, match="out of meta tensor"):
-        make(tmp_path, model)

@@ -23,7 +23,6 @@ from infinity import torch_private
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError
 from infinity.formats import safetensors as export
-from infinity.formats import transformers_names
 from infinity.formats.safetensors import export_safetensors
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightReader
@@ -104,7 +103,9 @@ def test_conversion_across_several_files(name: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
     found, run = checkpointed(name, tmp_path / "saved", tmp_path)
     assert families.differing(model, found) == []
-    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=6 * KIB)
+    seen: list[int] = []
+    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=6 * KIB, advance=seen.append)
+    assert sum(seen) == sum(param.nbytes for param in model.parameters())
     assert unlike(tmp_path / "saved", tmp_path / "out") == []
     assert families.differing(model, type(model).from_pretrained(tmp_path / "out")) == []
 
@@ -286,21 +287,6 @@ def test_export_rejects_a_config_with_more_layers(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_older_transformers_supports_models_without_conversions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other models raise an error that asks for a newer version."""
-    for name in ("llama", "mixtral"):
-        families.filled(name).save_pretrained(tmp_path / name)
-    monkeypatch.delattr(core_model_loading, "rename_source_key")
-    found, run = checkpointed("llama", tmp_path / "llama", tmp_path)
-    assert families.differing(families.filled("llama"), found) == []
-    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=MIB)
-    assert unlike(tmp_path / "llama", tmp_path / "out") == []
-    with pytest.raises(ConfigError, match="transformers has no rules"):
-        families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "mixtral")
-
-
 # Expectations of transformers' private APIs. A release that changes one fails the test of that API.
 
 
@@ -359,10 +345,6 @@ def test_tied_weights_are_removed_on_the_meta_device() -> None:
         kept = modeling_utils.remove_tied_weights_from_state_dict(model.state_dict(), model)
         assert ("lm_head.weight" in kept) is not tied
         assert "model.embed_tokens.weight" in kept
-
-
-def test_installed_transformers_supports_conversions() -> None:
-    assert transformers_names.converts()
 
 
 def test_unused_and_missing_weights_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,12 @@ from torch import nn
 from infinity.content.format import Role
 from infinity.content.halves import halves, joined
 from infinity.optim.kernel import UpdateKernel
-from infinity.optim.update import RangePages, Update, snapshot
+from infinity.optim.optimizer_clone import settings_of
+from infinity.optim.update import RangePages, Update
 from infinity.schedule.trace import EventKind, range_access, stored_components
 from support import models
 from support.layouts import transformer
-from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
+from support.train import Paging, Recipe, batch, offloaded
 
 LEAST = Paging(host_cache="least", update_schedule="in_forward")
 
@@ -94,7 +95,7 @@ def test_update_does_not_modify_stored_gradients(key: str, scale: float | None) 
     layout = transformer(1, 4 * 2048, 64 << 10, key)
     (segment,) = layout.segments
     optimizer = Spoiling([torch.zeros(2)], lr=0.1)
-    kernel, settings = UpdateKernel(optimizer), {0: snapshot(optimizer.param_groups[0])}
+    kernel, settings = UpdateKernel(optimizer), {0: settings_of(optimizer.param_groups[0])}
     for position, item in enumerate(segment.ranges):
         access = range_access(segment, position, components=len(segment.grad_pages))
         pages = [layout.pages[use.page] for use in access]
@@ -121,38 +122,3 @@ def test_nonfinite_gradients_do_not_change_the_plan(tmp_path: Path) -> None:
 def test_fp32_gradients_are_stored_without_halves(tmp_path: Path) -> None:
     with offloaded(Recipe(model="even", policy="fp32"), LEAST, tmp_path) as (_, optimizer):
         assert {len(segment.grad_pages) for segment in optimizer.run.layout.segments} == {1}
-
-
-def norms(model: nn.Module, clip: Callable[[float], torch.Tensor], micro: int) -> list[float]:
-    """Return the norms of order 1 and infinity, each in a step of its own."""
-    found = []
-    for order in (1.0, float("inf")):
-        for number in range(micro):
-            models.loss_of(model, batch(model, number, sequences=2)).backward()
-        found.append(float(clip(order)))
-    return found
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_norms_of_other_orders_match_memory(micro: int, tmp_path: Path) -> None:
-    """Gradients are stored in one or two halves."""
-    recipe = Recipe(model="even")
-    plain = build(recipe)
-    optimizer = make_optimizer(recipe, plain)
-
-    def in_memory(order: float) -> torch.Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=order).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
-
-    expected = norms(plain, in_memory, micro)
-    with offloaded(recipe, LEAST, tmp_path) as (model, paged):
-
-        def on_nvme(order: float) -> torch.Tensor:
-            norm = paged.clip_grad_norm_(0.5, norm_type=order)
-            paged.step()
-            paged.zero_grad()
-            return norm
-
-        assert norms(model, on_nvme, micro) == expected

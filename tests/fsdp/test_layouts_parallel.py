@@ -179,35 +179,3 @@ def test_partial_reshard_after_forward_raises() -> None:
     process.join(60)
     assert "blocks.0" in words
     assert "pass True" in words
-
-
-def compare_number(number: int, folder: str) -> list[str]:
-    """Compare training of layers sharded with a number that is equivalent to True or False."""
-    found: list[list[float]] = []
-    for paged in (False, True):
-        torch.manual_seed(0)
-        model = models.Toy()
-        for block in model.blocks:
-            fully_shard(block, mesh=infinity.mesh("cpu"), reshard_after_forward=number)
-        fully_shard(model, mesh=infinity.mesh("cpu"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if paged:
-            optimizer = infinity.offload(model, optimizer, settings(Path(folder), Paging(), 64 * MIB))
-        losses = []
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = models.loss_of(model, torch.randint(131, (2, 9)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
-        if paged:
-            optimizer.close()
-    return [] if found[0] == found[1] else [f"{found[0]} != {found[1]}"]
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_reshard_numbers_equivalent_to_true_or_false_work(number: int, tmp_path: Path, pair: RankPool) -> None:
-    """On two ranks, 1 is equivalent to False and 2 to True."""
-    assert pair.run(compare_number, number, str(tmp_path)) == [[], []]

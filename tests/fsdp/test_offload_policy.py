@@ -319,10 +319,6 @@ def load(model: Model, optimizer: Any, folder: str) -> None:
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
-def test_distributed_checkpoints_are_exchanged_with_plain_fsdp2(tmp_path: Path) -> None:
-    assert exchange_with_plain_fsdp2(str(tmp_path)) == []
-
-
 def test_distributed_checkpoints_are_exchanged_with_plain_fsdp2_on_two_ranks(pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(exchange_with_plain_fsdp2, str(tmp_path)) == [[], []]
 

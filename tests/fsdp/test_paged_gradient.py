@@ -21,12 +21,11 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.gradient import PagedGradient
 from support import models
 from support.ranks import RankPool
-from support.tables import all_but, alternate, one_of
+from support.tables import all_but
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, state_in_memory, state_on_nvme
 
 Use = Callable[[nn.Module, torch.optim.Optimizer], Any]
 RECIPE = Recipe(model="toy")
-KEPT = ("after_backward", "in_forward")
 
 
 def plain(value: Any) -> Any:
@@ -215,79 +214,23 @@ USES: dict[str, Use] = {
 }
 
 
+def all_uses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Take a step with each use."""
+    return [steps(model, optimizer, use, 1) for use in USES.values()]
+
+
 @pytest.mark.parametrize(("update_schedule", "host_cache"), [("in_forward", "all"), ("after_backward", "least")])
 def test_uses_of_gradients_match_memory(update_schedule: str, host_cache: str, tmp_path: Path) -> None:
     """Compares the values that each use observes, and finally weights, moments and step counts."""
+    assert compare(all_uses, update_schedule, tmp_path, host_cache=host_cache) == []
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        return [steps(model, optimizer, use, 1) for use in USES.values()]
 
-    assert compare(loop, update_schedule, tmp_path, host_cache=host_cache) == []
+def test_uses_of_gradients_match_memory_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Norms and checks for non-finite values combine both ranks."""
+    assert pair.run(compare, all_uses, "in_forward", str(tmp_path)) == [[], []]
 
 
 # Loops #
-
-
-def with_scaler(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False, first: float = 2.0**10) -> Any:
-    """Train as in PyTorch's `GradScaler` documentation, with one loss that is not finite."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
-    seen: list[Any] = []
-    for number in range(5):
-        optimizer.zero_grad()
-        factor = float("inf") if number == 2 else 1.0
-        scaler.scale(factor * models.loss_of(model, batch(model, number))).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            seen.append(plain(clip_grad_norm_(model.parameters(), 0.5)))
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(scaler.get_scale())
-    return seen
-
-
-def clearing(how: str) -> Loop:
-    """Train with one of the ways to clear gradients, including those of a discarded batch."""
-
-    def clear(model: nn.Module, optimizer: Any) -> None:
-        if how == "model":
-            model.zero_grad()
-        elif how == "model_to_zeros":
-            model.zero_grad(set_to_none=False)
-        elif how == "base":
-            base_of(optimizer).zero_grad()
-        elif how == "to_zeros":
-            optimizer.zero_grad(set_to_none=False)
-        elif how == "base_to_zeros":
-            base_of(optimizer).zero_grad(set_to_none=False)
-        elif how == "by_hand":
-            for param in model.parameters():
-                param.grad = None
-        else:
-            optimizer.zero_grad()
-
-    def loop(model: nn.Module, optimizer: Any) -> list[Any]:
-        for number in range(3):
-            if number == 1:  # a discarded batch
-                backward(model, 100)
-                clear(model, optimizer)
-            loss = models.loss_of(model, batch(model, number))
-            if number == 2:
-                clear(model, optimizer)
-            loss.backward()
-            optimizer.step()
-            clear(model, optimizer)
-        optimizer.step()  # a step without gradients, or with zeros
-        clear(model, optimizer)
-        backward(model, 7)
-        clear(model, optimizer)
-        return []
-
-    return loop
-
-
-def base_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the base optimizer."""
-    return getattr(optimizer, "_base_optimizer", optimizer)
 
 
 def between(use: Use, micro: int = 1) -> Loop:
@@ -304,35 +247,6 @@ def between(use: Use, micro: int = 1) -> Loop:
         return seen
 
     return loop
-
-
-def evaluated(model: nn.Module, optimizer: Any) -> Any:
-    """Read the weights between backward and step."""
-    with torch.no_grad():
-        loss = models.loss_of(model, batch(model, 99))
-    return loss, optimizer.param_groups[0]["params"][0].detach().full_tensor().clone()
-
-
-def forward_again(model: nn.Module, optimizer: Any) -> Any:
-    """Clip, then run a forward that keeps its graph but has no backward."""
-    with torch.no_grad():
-        norm = clip_grad_norm_(model.parameters(), 0.5)
-    return norm, models.loss_of(model, batch(model, 98)).detach()
-
-
-def crossing(model: nn.Module, optimizer: Any) -> list[Any]:
-    """Run each forward before the previous step, and its backward after that step."""
-    seen = []
-    backward(model, 0)
-    for number in range(1, 5):
-        seen.append(plain(clip_grad_norm_(model.parameters(), 0.5)))
-        loss = models.loss_of(model, batch(model, number))
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.backward()
-        seen.append(loss.item())
-    optimizer.step()
-    return seen
 
 
 def hooked(edit: Callable[[nn.Parameter], None], micro: int = 1) -> Loop:
@@ -363,12 +277,6 @@ def halved(param: nn.Parameter) -> None:
         param.grad.clamp_(-1e-2, 1e-2)
 
 
-def without_some(param: nn.Parameter) -> None:
-    """Drop the gradients of vectors and replace those of matrices in a hook."""
-    with torch.no_grad():
-        param.grad = None if param.ndim == 1 else param.grad * 0.5
-
-
 def added_noise(model: nn.Module, optimizer: Any) -> None:
     """Change gradients to which the next backward adds."""
     with torch.no_grad():
@@ -377,53 +285,6 @@ def added_noise(model: nn.Module, optimizer: Any) -> None:
             gradient.to_local().add_(torch.ones(()))
         for gradient in gradients(model)[1::3]:
             gradient.zero_()
-
-
-LOOPS: dict[str, Loop] = {
-    **{f"cleared_{how}": clearing(how)
-       for how in ("model", "model_to_zeros", "base", "to_zeros", "base_to_zeros", "by_hand", "optimizer")},
-    "scaler": with_scaler,
-    "scaler_of_odd_scale": lambda m, o: with_scaler(m, o, first=1000.0),
-    "scaler_and_clip": lambda m, o: with_scaler(m, o, clip=True),
-    "evaluated_before_step": between(evaluated),
-    "forward_before_step": between(forward_again),
-    "forward_before_step_of_two": between(forward_again, 2),
-    "crossing": crossing,
-    "hook": hooked(halved),
-    "hook_of_two": hooked(halved, 2),
-    "hook_that_drops": hooked(without_some),
-    "hook_that_drops_of_two": hooked(without_some, 2),
-    "changed_between_two": between(added_noise, 2),
-    "clipped_after_each_of_two": between(norm_of(2.0, None), 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("loop", "update_schedule"), one_of(2, alternate(LOOPS, KEPT)))
-def test_loops_match_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
-    """Compares observed values, weights, moments and step counts."""
-    assert compare(LOOPS[loop], update_schedule, tmp_path) == []
-
-
-ON_TWO = ("norm_inf", "norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "clipped_by_the_optimizer",
-          "scaled_then_clipped", "value", "noise", "assigned", "logged")  # fmt: skip
-LOOPS_ON_TWO = ("cleared_model", "cleared_to_zeros", "scaler_and_clip", "crossing", "hook_of_two",
-                "changed_between_two", "forward_before_step")  # fmt: skip
-
-
-def compare_named(name: str, update_schedule: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
-    """Compare a use or a loop by name. Runs on every rank."""
-    loop = LOOPS[name] if name in LOOPS else lambda m, o: steps(m, o, USES[name])
-    return compare(loop, update_schedule, folder, recipe)
-
-
-WIDE_ON_TWO = ("norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "value", "noise",
-               "cleared_to_zeros", "hook_of_two")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", one_of(2, all_but([*ON_TWO, *LOOPS_ON_TWO], *WIDE_ON_TWO)))
-def test_two_ranks_match_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Norms and checks for non-finite values combine both ranks."""
-    assert pair.run(compare_named, name, "in_forward", str(tmp_path)) == [[], []]
 
 
 OTHERS = {
@@ -484,30 +345,6 @@ def test_replacing_consumed_gradients_raises(tmp_path: Path) -> None:
                     optimizer.step() if after == "step" else backward(model, 3)
 
 
-@pytest.mark.parametrize("use", one_of(2, ["norm_2.0", "value", "logged", "noise", "assigned", "every_second_zeroed"]))
-def test_auto_schedule_keeps_gradients_used_in_the_first_step(use: str, tmp_path: Path) -> None:
-    with offloaded(RECIPE, Paging(host_cache="all"), tmp_path) as (model, optimizer):
-        steps(model, optimizer, USES[use])
-        assert optimizer.update_schedule == "in_forward"
-
-
-@pytest.mark.parametrize("loop", ["cleared_model", "cleared_to_zeros", "hook", "hook_that_drops"])
-def test_updates_in_backward_support_hooks_and_zero_grad(loop: str, tmp_path: Path) -> None:
-    """Hooks run before the update, and `zero_grad` follows the step."""
-    update_schedule = "in_backward"
-
-    def habit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        if loop.startswith("hook"):
-            return LOOPS[loop](model, optimizer)
-        for number in range(3):
-            backward(model, number)
-            optimizer.step()
-            model.zero_grad(set_to_none=loop == "cleared_model")
-        return []
-
-    assert compare(habit, update_schedule, tmp_path) == []
-
-
 def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Train with retained gradients to which values are written before backward."""
     for number in range(4):
@@ -522,13 +359,13 @@ def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) 
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("update_schedule", [*KEPT, "in_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "in_backward"])
 def test_backward_adds_to_user_written_gradients(update_schedule: str, tmp_path: Path) -> None:
     """All update schedules update once, with the sum."""
     assert compare(written_before_backward, update_schedule, tmp_path) == []
 
 
-@pytest.mark.parametrize("update_schedule", ["auto", *KEPT, "in_backward"])
+@pytest.mark.parametrize("update_schedule", ["after_backward", "in_backward"])
 def test_gradients_are_unavailable_after_the_step(update_schedule: str, tmp_path: Path) -> None:
     """Reading them or adding to them raises, even if the caller kept a reference."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):

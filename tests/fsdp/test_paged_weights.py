@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.cuda._sanitizer import ArgumentHandler
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -258,10 +257,6 @@ def compare_after_early_use(folder: str) -> list[str]:
         return differing(expected, after(model, optimizer))
 
 
-def test_model_used_before_offload_matches_memory(tmp_path: Path) -> None:
-    assert compare_after_early_use(str(tmp_path)) == []
-
-
 def test_model_used_before_offload_on_two_ranks_matches_memory(tmp_path: Path, pair: RankPool) -> None:
     assert pair.run(compare_after_early_use, str(tmp_path)) == [[], []]
 
@@ -348,23 +343,6 @@ def test_saved_states_load_without_infinity(tmp_path: Path) -> None:
     assert all(torch.equal(pickled[name].full_tensor(), value) for name, value in expected.items())
     assert not any(isinstance(value.to_local(), PagedShard) for value in pickled.values())
     assert all(torch.equal(value, expected[name]) for name, value in load_file(tmp_path / "state.safetensors").items())
-
-
-def test_dcp_saves_and_loads_an_offloaded_model(tmp_path: Path) -> None:
-    """`dcp.load` reads into a model in memory, and directly into pages."""
-    with both(tmp_path) as (model, paged, _):
-        dcp.save({"model": get_model_state_dict(paged)}, checkpoint_id=tmp_path / "dcp")
-        other = models.build("toy", seed=3)
-        state = {"model": get_model_state_dict(other)}
-        dcp.load(state, checkpoint_id=tmp_path / "dcp")
-        assert differing(locals_of(model), locals_of(other)) == []
-        with torch.no_grad():
-            for param in paged.parameters():
-                param.zero_()
-        state = {"model": get_model_state_dict(paged)}
-        dcp.load(state, checkpoint_id=tmp_path / "dcp")
-        set_model_state_dict(paged, state["model"])
-        assert differing(locals_of(model), locals_of(paged)) == []
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:

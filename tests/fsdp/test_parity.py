@@ -55,6 +55,12 @@ CASES = [
             "groups": Recipe(groups=True),
             "groups-clip-eval": Recipe(groups=True, clip=0.5, evaluate=True, model="frozen"),
             "gpt2-clip": Recipe(model="gpt2", clip=0.5),
+            "clip-by-torch": Recipe(model="toy", clip=0.5, clips="torch"),
+            "edit": Recipe(model="toy", evaluate=True, edit=True),
+            "edit-clip": Recipe(model="toy", evaluate=True, edit=True, clip=0.5),
+            # In pure fp32, the gathered weights are also the trained ones, and plain SGD has no update pages.
+            "gpt2-fp32-sgd": Recipe(model="gpt2", policy="fp32", optimizer="sgd"),
+            "gpt2-fp32-nesterov": Recipe(model="gpt2", policy="fp32", optimizer="sgd_nesterov"),
         },
         ENDS,
     ),

@@ -163,25 +163,3 @@ def test_module_without_initialization_raises(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.unused"):
         infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST))
-
-
-def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
-    """Return the full parameters of a meta model that was loaded from a folder."""
-    model = models.build(name, meta=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights):
-        return {key: full_copy(value) for key, value in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("name", "shards"), alternate(["llama", "tied", "gpt2"], ["50GB", "100KB"]))
-def test_pretrained_weights_are_loaded_into_a_meta_model(
-    name: str, shards: str, tmp_path: Path, pair: RankPool
-) -> None:
-    """Covers one or several files, and one or two ranks."""
-    torch.manual_seed(3)
-    source = models.MODELS[name]()
-    source.save_pretrained(tmp_path / "saved", max_shard_size=shards)
-    expected = {key: value.detach() for key, value in source.named_parameters()}
-    same(expected, pretrained(name, str(tmp_path / "saved"), str(tmp_path)))
-    for on_rank in pair.run(pretrained, name, str(tmp_path / "saved"), str(tmp_path)):
-        same(expected, on_rank)

@@ -302,13 +302,15 @@ def test_compute_dtype_follows_the_policy() -> None:
             assert torch_private.compute_dtype(param) == (dtype or torch.float32)
 
 
-def test_wrapper_prefixes_are_removed_from_names() -> None:
+def test_wrappers_are_removed_from_names_and_modules() -> None:
     """`_orig_mod` and `_checkpoint_wrapped_module`; the names equal those of `get_state_dict`."""
-    inner = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), torch.compile(nn.LayerNorm(4)))
-    wrapped = torch.compile(inner)
+    first = nn.Linear(4, 4)
+    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(first), torch.compile(nn.LayerNorm(4))))
     names = [name for name, _ in wrapped.named_parameters()]
     assert "_orig_mod.0._checkpoint_wrapped_module.weight" in names
     assert [torch_private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
+    assert torch_private.unwrapped_module(torch.compile(checkpoint_wrapper(first))) is first
+    assert torch_private.unwrapped_module(first) is first
 
 
 def test_composite_operations_are_decomposed() -> None:
@@ -358,7 +360,7 @@ def test_local_tensor_may_be_replaced_before_the_first_forward(model: nn.Module)
 def test_local_tensor_may_be_replaced_after_a_forward(model: nn.Module) -> None:
     """`_init_extensions` lets FSDP2 use the all-gather extension of the new local tensor."""
     models.loss_of(model, batch(model, 0))
-    torch_private.reshard(model)
+    model.reshard()
     _, param = params(model)[0]
     assert not hasattr(param, "_extensions_data")
     shard = torch_private.local_tensor(param).clone()
@@ -404,7 +406,7 @@ def test_reset_sharded_param_reports_replaced_tensors(model: nn.Module) -> None:
         torch_private.watch_local_tensor(param, lambda exchanged, name=name: reported.append((name, exchanged)))
     models.loss_of(model, batch(model, 0))
     assert len(reported) == len(params(model))
-    torch_private.reshard(model)
+    model.reshard()
     reported.clear()
     up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
     up.load_state_dict(up.state_dict())
@@ -440,7 +442,7 @@ def test_reshard_restores_sharded_parameters(model: nn.Module) -> None:
     """The root remains gathered after forward until `reshard`."""
     models.loss_of(model, batch(model, 0))
     assert not isinstance(model.head.weight, DTensor)
-    torch_private.reshard(model)
+    model.reshard()
     assert torch_private.local_part(model.head.weight) is model.head.weight._local_tensor
     plain = torch.zeros(3)
     assert torch_private.local_part(plain) is plain
@@ -536,16 +538,18 @@ def test_truncated_normal_draws_as_often_as_for_real_tensors() -> None:
     assert torch.equal(*after)
 
 
-def test_in_backward_is_true_only_in_the_autograd_engine() -> None:
-    """`torch._C._current_graph_task_id`."""
-    seen = []
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(torch_private.in_backward()))
-    assert not torch_private.in_backward()
-    y.sum().backward()
-    assert seen == [True]
-    assert not torch_private.in_backward()
+def test_each_backward_is_detected_and_has_a_unique_number() -> None:
+    """`torch._C._current_graph_task_id`. The number is -1 outside of backward."""
+    seen: list[tuple[bool, int]] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append((torch_private.in_backward(), torch_private.backward_number())))
+    for _ in range(2):
+        (2 * x).backward()
+        assert (torch_private.in_backward(), torch_private.backward_number()) == (False, -1)
+    (first, one), (second, other) = seen
+    assert first
+    assert second
+    assert len({one, other, -1}) == 3
 
 
 def test_gradient_hook_runs_once_per_backward(model: nn.Module) -> None:
@@ -597,15 +601,6 @@ def test_original_classes_are_restored_temporarily(model: nn.Module) -> None:
         assert list(map(type, sharded)) == [models.Toy] + 3 * [models.Block]
     assert list(map(type, sharded)) == before
     assert all(issubclass(cls, FSDPModule) for cls in before)
-
-
-def test_modules_are_unwrapped() -> None:
-    """`_orig_mod` of compilation and `_checkpoint_wrapped_module` of checkpointing."""
-    inner = nn.Linear(2, 2)
-    wrapped = torch.compile(checkpoint_wrapper(inner))
-    assert torch_private.unwrapped_module(wrapped) is inner
-    assert torch_private.unwrapped_module(inner) is inner
-    assert {torch_private.unwrapped_name(name) for name, _ in wrapped.named_parameters()} == {"weight", "bias"}
 
 
 def test_recomputing_modules_are_detected() -> None:
@@ -736,18 +731,6 @@ def test_step_hooks_are_excluded_and_shared() -> None:
         assert (calls, float(param)) == (["all", "own"], -2.0)
     finally:
         handle.remove()
-
-
-def test_each_backward_has_a_unique_number() -> None:
-    """The number is -1 outside of backward."""
-    seen: list[int] = []
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(torch_private.backward_number()))
-    for _ in range(2):
-        (2 * x).backward()
-    assert len(set(seen)) == 2
-    assert -1 not in seen
-    assert torch_private.backward_number() == -1
 
 
 def test_sharded_parameters_have_only_known_attributes(model: nn.Module) -> None:

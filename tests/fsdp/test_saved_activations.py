@@ -97,16 +97,29 @@ def offloaded(
         yield paged
 
 
-def trained(model: nn.Module, folder: Path, activations: dict[str, Any], steps: int = 3) -> tuple[list[float], Run]:
+def train(optimizer: Any, loss_of: Callable[[int], torch.Tensor], steps: int = 3) -> list[float]:
+    """Train with the losses that a function computes for each step; return them."""
     losses = []
+    for step in range(steps):
+        loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(model: nn.Module, folder: Path, activations: dict[str, Any]) -> tuple[list[float], Run]:
     with offloaded(model, folder, activations) as optimizer:
-        for step in range(steps):
-            loss = model(tokens(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, optimizer.run
+        return train(optimizer, lambda step: model(tokens(step))), optimizer.run
+
+
+def in_memory_and(folder: Path, activations: dict[str, Any] = LEAST) -> Iterator[tuple[dict[str, Any], Path]]:
+    """Yield the settings of activations in memory, then those given, each with a folder for the run."""
+    for number, each in enumerate(({}, activations)):
+        place = folder / str(number)
+        place.mkdir()
+        yield each, place
 
 
 def _all(model: Model, wrap: Callable[..., torch.Tensor]) -> None:
@@ -136,10 +149,7 @@ WAYS: dict[str, Callable[[Model], object]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_each_layer_input_is_saved_once(way: str, tmp_path: Path) -> None:
     """The losses equal those with activations in memory, for every kind of checkpointing."""
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "nvme").mkdir()
-    expected, _ = trained(sharded(WAYS[way]), tmp_path / "memory", {})
-    found, run = trained(sharded(WAYS[way]), tmp_path / "nvme", LEAST)
+    (expected, _), (found, run) = (trained(sharded(WAYS[way]), *each[::-1]) for each in in_memory_and(tmp_path))
     assert found == expected
     assert run.activations is not None
     assert run.activations.traffic.kept == LAYERS * INPUT
@@ -159,10 +169,7 @@ def test_activation_traffic_matches_the_prediction(tmp_path: Path) -> None:
     """Reads may be lower by pages that were still being written."""
     model = sharded(WAYS["inside"])
     with offloaded(model, tmp_path, LEAST) as optimizer:
-        for step in range(5):
-            model(tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda step: model(tokens(step)), 5)
         page, predicted = optimizer.run.stats.snapshot(), optimizer.run.activations.traffic.written
         written, read = (
             page.value("io_bytes_total", op=op, state="activation", device="nvme0") for op in ("write", "read")
@@ -178,9 +185,7 @@ def test_activation_traffic_matches_the_prediction(tmp_path: Path) -> None:
 def test_interleaved_forwards_and_backwards_match_memory(tmp_path: Path) -> None:
     """Two forwards precede the first backward, and one graph is used twice."""
     losses = []
-    for activations in ({}, LEAST):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path):
         model = sharded(WAYS["inside"])
         model.set_reshard_after_backward(True)
         with offloaded(model, folder, activations, update={"schedule": "after_backward"}) as optimizer:
@@ -231,10 +236,7 @@ def test_interrupted_forward_is_discarded(tmp_path: Path) -> None:
 
     model = sharded(WAYS["around"])
     with offloaded(model, tmp_path, LEAST) as optimizer:
-        for step in range(3):
-            model(tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda step: model(tokens(step)))
         kept = optimizer.run.activations.traffic.kept
         hook = model.layers[2].norm.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -245,10 +247,7 @@ def test_interrupted_forward_is_discarded(tmp_path: Path) -> None:
             model(tokens())
         assert not optimizer._runner._grad_enabled
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        for _ in range(2):  # the first step also includes the pages of the interrupted forward
-            model(tokens()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(optimizer, lambda _: model(tokens()), 2)  # the first step includes pages of the interrupted forward
         assert optimizer.run.activations.traffic.kept == kept > 0
         hook = model.layers[2].norm.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -280,9 +279,7 @@ def test_in_place_modification_of_a_saved_tensor_raises(tmp_path: Path) -> None:
         saved.add_(1)
         return result
 
-    for activations in ({}, LEAST):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path):
         model = sharded(WAYS["none"])
         model.layers[1].up.register_forward_hook(spoil)
         with offloaded(model, folder, activations):
@@ -295,20 +292,14 @@ def test_in_place_modification_of_a_saved_tensor_raises(tmp_path: Path) -> None:
 def test_transformers_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
     """transformers wraps the call of a layer; masks and positions are not paged."""
     losses = []
-    for activations in ({}, LEAST):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path):
         model = infinity.from_config(LlamaConfig(**LLAMA), dtype=torch.bfloat16)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.train()
         ids = torch.randint(0, 64, (8, 128), generator=torch.Generator().manual_seed(0))
         with offloaded(model, folder, activations) as optimizer:
-            for _ in range(3):
-                loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            mask = torch.ones_like(ids)
+            losses += train(optimizer, lambda _: model(input_ids=ids, labels=ids, attention_mask=mask).loss)
             if activations:
                 config = model.config
                 size = 8 * 128 * config.hidden_size * 2
@@ -345,34 +336,32 @@ def test_input_saved_in_two_shapes_is_stored_once(tmp_path: Path) -> None:
         return compute(x) + (rows * rows).view_as(x) / 8
 
     losses = []
-    for activations in ({}, LEAST):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path):
         found, run = trained(sharded(lambda model: _all(model, flat)), folder, activations)
         losses.append(found)
     assert losses[0] == losses[1]
     assert run.activation_traffic.kept == LAYERS * INPUT
 
 
-@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu"])
+def on_cpu(model: nn.Module, step: int) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(tokens(step))
+
+
+AROUND = {
+    "checkpoint": lambda model, step: checkpoint(model, tokens(step), use_reentrant=False),
+    "save_on_cpu": on_cpu,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
 def test_outer_saved_tensor_hooks_disable_paging(around: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A warning is logged once."""
     losses = []
-    for activations in ({}, LEAST):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path):
         model = sharded(WAYS["inside"])
         with offloaded(model, folder, activations) as optimizer:
-            for step in range(3):
-                if around == "checkpoint":
-                    loss = checkpoint(model, tokens(step), use_reentrant=False)
-                else:
-                    with torch.autograd.graph.save_on_cpu():
-                        loss = model(tokens(step))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            losses += train(optimizer, partial(AROUND[around], model))
             assert optimizer.run.activation_traffic.kept == 0
     assert losses[:3] == losses[3:]
     warnings = [record.message for record in caplog.records if "activations.tier has no effect" in record.message]
@@ -387,9 +376,7 @@ def test_shared_inputs_of_decoder_layers_match_the_prediction(tmp_path: Path) ->
         decoder_start_token_id=0,
     )  # fmt: skip
     losses = []
-    for activations in ({}, {"tier": "nvme", "host_bytes": "768KiB"}):
-        folder = tmp_path / (activations.get("tier") or "device")
-        folder.mkdir()
+    for activations, folder in in_memory_and(tmp_path, {"tier": "nvme", "host_bytes": "768KiB"}):
         torch.manual_seed(0)
         model = T5ForConditionalGeneration(config)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -400,12 +387,7 @@ def test_shared_inputs_of_decoder_layers_match_the_prediction(tmp_path: Path) ->
         fully_shard(model, mp_policy=policy, mesh=infinity.mesh())
         ids = torch.randint(2, 64, (8, 128), generator=torch.Generator().manual_seed(0))
         with offloaded(model, folder, activations) as optimizer:
-            for _ in range(4):
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            losses += train(optimizer, lambda _: model(input_ids=ids, labels=ids).loss, 4)
             if activations:
                 traffic, page = optimizer.run.activation_traffic, optimizer.run.stats.snapshot()
                 written, read = (

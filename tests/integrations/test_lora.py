@@ -27,7 +27,6 @@ from infinity.run.space_reservation import FileSpace
 from infinity_tools.plan.shapes import shape_of
 from infinity_tools.presets import find_model
 from support import adapted, models
-from support.command import run_here
 from support.ranks import RankPool
 from support.tables import all_but
 from support.traffic import STEADY, WARM, matches_plan, wait_until_idle
@@ -416,19 +415,6 @@ def test_prompt_encoder_can_be_saved_from_the_model_only(tmp_path: Path) -> None
     assert set(load_file(tmp_path / "saved" / "adapter_model.safetensors")) == {"prompt_embeddings"}
     with pytest.raises(ConfigError, match=r"call model.save_pretrained\(folder\)"):
         export_safetensors(CheckpointReader(run), tmp_path / "exported", file_bytes=1 << 30)
-
-
-def test_export_command_writes_an_adapter(tmp_path: Path) -> None:
-    """No config.json of the base is needed, and the reported size is correct."""
-    model = sharded()
-    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
-        optimizer.save_checkpoint()
-    done = run_here("export", tmp_path / "nvme0", "--out", tmp_path / "out", "--json")
-    adapter = sum(param.numel() * 4 for param in model.parameters() if param.requires_grad)
-    assert done.summary["bytes"] == adapter
-    files = sorted(Path(file).name for file in done.summary["files"])
-    assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    assert "config.json" not in done.errors
 
 
 def test_fp32_base_stores_master_weights(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.quantized import QuantizedLinear, quantize_
-from support import adapted, models
+from support import adapted, fine_tuning, models
+from support.command import run_here
 from support.ranks import RankPool
 from support.traffic import wait_until_idle
 from support.train import Outcome, Paging, Recipe, settings, train
@@ -153,3 +156,31 @@ def test_weights_with_a_different_shape_are_rejected(tmp_path: Path) -> None:
     model = sharded("int8", meta=True)
     with pytest.raises(ConfigError, match=r"model.layers.0.self_attn.q_proj.weight: shape \(64, 64\) in the folder"):
         infinity.offload(model, adamw(model), settings(tmp_path, Paging(), "1MiB"), weights=tmp_path / "base")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scheme", "max_bytes"), [("int8", 1.8), ("nf4", 1.4)])
+def test_train_command_quantizes_base(
+    scheme: str, max_bytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run can be resumed and exported, but its base model cannot be exported."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=320, bos_token_id=None, eos_token_id=1, **shape)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    fine_tuning.make_tokenizer(tmp_path / "model")
+    fine_tuning.write_jsonl(tmp_path / "chats.jsonl", fine_tuning.chats(16))
+    command = ["train", "--model", "model", "--data", "chats.jsonl", "--quantize", scheme, "--peft.r", "2"]
+    command += ["--peft.target_modules", "q_proj", "--max_length", "64", "--host-memory", "1MiB", "--json"]
+    command += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--out", "o"]
+    found = run_here(*command, "--max_steps", "1").summary
+    embeddings = 2 * 320 * 256
+    layers = found["parameters"] - embeddings
+    assert 1_310_000 < layers < 1_320_000
+    assert found["state_bytes"] - 2 * embeddings < max_bytes * layers, "includes adapters and parts of pages"
+    assert run_here("train", "--resume", "--out", "o", "--max_steps", "2", "--json").summary["first_step"] == 2
+    assert run_here("export", "o/nvme", "--out", "adapter").status == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained("model")
+    loaded = peft.PeftModel.from_pretrained(base, "adapter")
+    assert any(value.any() for name, value in loaded.named_parameters() if "lora_B" in name)
+    ended = run_here("export", "o/nvme", "--merge", "--out", "merged")
+    assert (ended.status, "quantized weight" in ended.errors) == (2, True), ended.errors

@@ -85,9 +85,9 @@ def interrupt_at(step: int) -> Any:
 
 
 def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> None:
-    """The folder contains the Trainer's own files, but no weights or moments."""
+    """The folder contains the Trainer's own files, but no weights, moments or secrets."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
-    trainer = make(out, build(), nvme=nvme, **SAVED)
+    trainer = make(out, build(), nvme=nvme, **SAVED, hub_token="secret")
     trainer.train()
     assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
     assert checkpoint_steps(nvme) == [4, 6]
@@ -99,7 +99,8 @@ def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> Non
             "rng_state.pth", "training_args.bin",
         }  # fmt: skip
         named = json.loads((folder / "infinity.json").read_text())
-        assert torch.load(folder / "training_args.bin", weights_only=False).save_total_limit == 2
+        args = torch.load(folder / "training_args.bin", weights_only=False)
+        assert (args.save_total_limit, args.hub_token) == (2, None)
         assert (named["run_id"], named["step"]) == (trainer.optimizer.optimizer.run.folder.run_id, step)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     state = 12 * sum(param.numel() for param in trainer.model.parameters())
@@ -224,7 +225,7 @@ def test_resume_without_a_valid_checkpoint_raises(tmp_path: Path) -> None:
     """There is no checkpoint, it belongs to an unmodified Trainer, or it was removed."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     trainer = make(out, build(), nvme=nvme, **SAVED)
-    with pytest.raises(CheckpointError, match="nothing to resume from"):
+    with pytest.raises(CheckpointError, match="nothing to resume"):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-6").mkdir()
     with pytest.raises(ConfigError, match=r"infinity\.json.*weights=folder"):

@@ -29,23 +29,8 @@ def pacing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "infinity-io-pace"]
 
 
-def test_rate_is_not_exceeded(paced: PacedEngine, tmp_path: Path) -> None:
-    """A tenth of a second's worth of bytes and the last request are not delayed."""
-    file = paced.open(str(tmp_path / "file"), create=True)
-    rate = 4 * SIZE
-    with mapped(SIZE) as memory:
-        paced.pace({str(tmp_path): rate})
-        began = time.monotonic()
-        tickets = [
-            paced.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in range(0, SIZE, BLOCK) for _ in "xx"
-        ]
-        for ticket in tickets:
-            ticket.wait(PATIENCE)
-        assert time.monotonic() - began >= (2 * SIZE - BLOCK) / rate - 0.1
-        tickets.clear()
-
-
 def test_files_of_a_folder_share_its_rate(paced: PacedEngine, tmp_path: Path) -> None:
+    """A tenth of a second's worth of bytes and the last request are not delayed."""
     files = [paced.open(str(tmp_path / name), create=True) for name in ("pages", "activations")]
     rate = 4 * SIZE
     with mapped(SIZE) as memory:

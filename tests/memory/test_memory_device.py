@@ -17,7 +17,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError
 from infinity.memory import device as device_module
-from infinity.memory.device import CpuDevice, CudaDevice, wait
+from infinity.memory.device import CudaDevice, Device, wait
 from infinity.memory.host_cache import HostCache
 from infinity.optim.update_thread import UpdateWorker
 from infinity.schedule.pager import Pager
@@ -171,7 +171,7 @@ class IgnoringObserver:
         return lambda *_: None
 
 
-class RecordingCpuDevice(CpuDevice):
+class RecordingCpuDevice(Device):
     """CPU device that records which threads entered it."""
 
     def __init__(self) -> None:

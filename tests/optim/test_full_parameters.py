@@ -18,7 +18,7 @@ from support import models
 from support.optimizers import build, train
 from support.ranks import RankPool
 from support.train import Outcome, Paging, batch, full_copy, settings
-from support.unsharded import MAKES, compare, compare_on_rank, muon_and_adamw, paged
+from support.unsharded import MAKES, compare, compare_on_rank, muon_and_adamw
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on an update thread": ("muon and adamw", {}),
@@ -47,10 +47,6 @@ def test_two_ranks_match_updates_of_unsharded_matrices(case: str, tmp_path: Path
     """This includes uneven shards, for example of the embedding."""
     name, options = PAIR[case]
     assert pair.run(compare_on_rank, name, str(tmp_path), options) == [[], []]
-
-
-def test_full_parameter_updates_run_in_backward(tmp_path: Path) -> None:
-    assert paged(muon_and_adamw, tmp_path).update_schedule == "in_backward"
 
 
 def test_two_ranks_do_not_update_in_forward(tmp_path: Path, pair: RankPool) -> None:

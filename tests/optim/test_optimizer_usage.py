@@ -7,7 +7,6 @@ import gc
 import itertools
 import math
 import pickle
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -95,30 +94,7 @@ def test_nonfinite_settings_are_rejected_unless_default(
             step(model, paged)
 
 
-def test_training_after_drain_raises(tmp_path: Path) -> None:
-    """The error is raised immediately, and close() still works."""
-    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
-        step(model, optimizer)
-        optimizer.drain()
-        with pytest.raises(InfinityError, match=r"after drain\(\), only close\(\) is allowed"):
-            step(model, optimizer)
-
-
 # The base optimizer #
-
-
-@pytest.mark.parametrize("update_schedule", ["auto", *STORED_GRADIENTS])
-def test_step_of_the_base_optimizer_raises(update_schedule: str, tmp_path: Path) -> None:
-    """The optimizer that infinity.offload() returned still works afterwards."""
-    model = build(RECIPE)
-    optimizer = make_optimizer(RECIPE, model)
-    with infinity.offload(
-        model, optimizer, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
-    ) as paged:
-        backward(model)
-        with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
-            optimizer.step()
-        paged.step()
 
 
 def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
@@ -135,10 +111,9 @@ def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_parameters_unfrozen_after_offload_are_unsupported(meta: bool, tmp_path: Path) -> None:
+def test_parameters_unfrozen_after_offload_are_unsupported(tmp_path: Path) -> None:
     """The error in the next forward contains the parameter name."""
-    model = models.build("toy", meta=meta)
+    model = models.build("toy", meta=True)
     model.blocks[1].up.weight.requires_grad_(False)
     optimizer = make_optimizer(RECIPE, model)
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
@@ -146,24 +121,6 @@ def test_parameters_unfrozen_after_offload_are_unsupported(meta: bool, tmp_path:
         model.blocks[1].up.weight.requires_grad_(True)
         with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight .*frozen.*before infinity\.offload"):
             backward(model)
-
-
-def train_with_freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Freeze and unfreeze parameters between steps; return the weights."""
-    for number in range(4):
-        model.blocks[1].requires_grad_(number not in (1, 2))
-        step(model, optimizer, number)
-    return [local(param) for param in model.parameters()]
-
-
-@pytest.mark.parametrize("update_schedule", [*STORED_GRADIENTS, "in_backward"])
-def test_parameters_frozen_after_offload_match_training_in_memory(update_schedule: str, tmp_path: Path) -> None:
-    """They keep their values and states, and are trained again when they are unfrozen."""
-    model = build(RECIPE)
-    expected = train_with_freezing(model, make_optimizer(RECIPE, model))
-    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
-        found = train_with_freezing(paged, optimizer)
-    assert all(map(torch.equal, expected, found))
 
 
 # States #
@@ -219,24 +176,6 @@ def test_states_match_training_in_memory(name: str, update_schedule: str, tmp_pa
 def test_states_on_two_ranks_match_training_in_memory(tmp_path: Path, pair: RankPool) -> None:
     """Each rank has its shard."""
     assert pair.run(list_state_differences, str(tmp_path), "adamw", "in_forward") == [[], []]
-
-
-# Models on the meta device #
-
-
-def test_hooks_on_meta_parameters_are_transferred(tmp_path: Path) -> None:
-    """The parameters are replaced, and existing handles still remove the hooks."""
-    model = models.build("toy", meta=True)
-    seen: list[int] = []
-    handles = [param.register_post_accumulate_grad_hook(lambda p: seen.append(p.ndim)) for param in model.parameters()]
-    optimizer = make_optimizer(RECIPE, model)
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
-        step(model, paged)
-        assert len(seen) == len(handles)
-        for handle in handles:
-            handle.remove()
-        step(model, paged)
-        assert len(seen) == len(handles)
 
 
 # Schedulers of a run that resumes #
@@ -380,7 +319,7 @@ def test_checkpoint_contains_the_current_settings(tmp_path: Path) -> None:
         assert [group["lr"] for group in groups] == [0.03]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES[::2])
 def test_settings_changed_after_updates_in_backward_are_rejected(change: Any, tmp_path: Path) -> None:
     """Some weights have already been updated with the previous settings."""
     model = build(RECIPE)
@@ -393,15 +332,6 @@ def test_settings_changed_after_updates_in_backward_are_rejected(change: Any, tm
         change(paged)
         with pytest.raises(InfinityError, match=r"was changed.* between backward and step"):
             paged.step()
-
-
-def test_uncopyable_setting_is_unsupported(tmp_path: Path) -> None:
-    with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
-        step(model, optimizer)
-        optimizer.param_groups[0]["lock"] = threading.Lock()
-        backward(model, 1)
-        with pytest.raises(UnsupportedError, match="lock of type lock in a param group cannot be copied"):
-            optimizer.step()
 
 
 def test_attributes_without_effect_are_unsupported(tmp_path: Path) -> None:
@@ -463,17 +393,6 @@ def test_loading_into_or_replacing_the_state_of_the_base_optimizer_is_unsupporte
         backward(model, 1)
         with pytest.raises(UnsupportedError, match="write to its tensors"):
             optimizer.step()
-
-
-def test_zero_grad_of_the_base_optimizer_drops_gradients(tmp_path: Path) -> None:
-    model = build(RECIPE)
-    with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (paged, optimizer):
-        in_memory = make_optimizer(RECIPE, model)
-        for each, outer, zeroing in ((model, in_memory, in_memory), (paged, optimizer, optimizer._base_optimizer)):
-            backward(each)
-            zeroing.zero_grad()
-            step(each, outer, 1)
-        assert all(torch.equal(local(a), local(b)) for a, b in zip(model.parameters(), paged.parameters(), strict=True))
 
 
 def test_adding_state_entries_is_unsupported(tmp_path: Path) -> None:

@@ -233,9 +233,3 @@ def check_nesting(spans: list[dict[str, Any]]) -> None:
                 ends.pop()
             assert not ends or end <= ends[-1]
             ends.append(end)
-
-
-def test_timeline_is_off_by_default(tmp_path: Path) -> None:
-    with offloaded(RECIPE, Paging(host_cache="least"), tmp_path) as (model, optimizer):
-        train(RECIPE, model, optimizer, Outcome())
-        assert optimizer.run.timeline is None

@@ -10,17 +10,17 @@ import torch
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.memory import device as device_module
-from infinity.memory.device import AcceleratorDevice, CpuDevice, CudaDevice, Device
+from infinity.memory.device import AcceleratorDevice, CudaDevice, Device
 from infinity.optim.update_thread import UpdateWorker
 from infinity.run import update_device
 from infinity.run.update_device import choose_update_device
 from support.layouts import transformer
 
-CPU = CpuDevice(torch.device("cpu"))
+CPU = Device(torch.device("cpu"))
 LAYOUT = transformer(1, 4096, 64 << 10)
 
 
-class Gpu(CpuDevice):
+class Gpu(Device):
     """Fake GPU."""
 
     asynchronous = True

@@ -22,7 +22,7 @@ from infinity.schedule.stack import LEAST_CACHE_SLOTS
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes, with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
-from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_events, expand_pending, next_gather
+from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_events, expand_pending
 from infinity.units import parse_size
 from support.layouts import FORMATS, gpu_resident_bytes, layouts, steps, transformer, transformer_step, update_schedules
 
@@ -115,19 +115,6 @@ def test_kept_weights_are_read_again_after_an_update() -> None:
     trace = expand(events, LAYOUT, replace(update_schedule, in_forward=frozenset({1})))
     assert len(updates(trace, 1)) > 0
     assert min(updates(trace, 1)) < min(reads(trace, 1))
-
-
-def test_gpu_memory_reduces_planned_reads() -> None:
-    cache_slots = len(LAYOUT.pages) // 2
-    bytes_read = []
-    for device_bytes in (0, SLOTS * MODULE_BYTES, (SLOTS + LAYERS) * MODULE_BYTES):
-        update_schedule, simulation = choose_simulation(
-            "in_backward", EVENTS, LAYOUT, cache_slots, threaded=True, device_bytes=device_bytes
-        )
-        plan = simulation.plan
-        assert update_schedule.prefetched == bool(device_bytes)
-        bytes_read.append(plan.traffic.read_bytes)
-    assert bytes_read[2] < bytes_read[0]
 
 
 def resident_schedule(
@@ -241,12 +228,6 @@ def test_step_with_all_modules_gpu_resident_moves_no_pages() -> None:
     assert plan.trace == ()
     assert plan.traffic.total_bytes == 0
     assert prepend((), plan, LAYOUT).reach == ()
-
-
-def test_next_gather_is_limited_to_the_step() -> None:
-    assert next_gather(EVENTS, 0) == 1
-    assert EVENTS[next_gather(EVENTS, LAYERS)].fsdp_module == LAYERS - 2
-    assert next_gather(EVENTS, len(EVENTS) - 2) == -1
 
 
 def test_fetched_gradients_reduce_the_host_cache() -> None:

@@ -453,7 +453,7 @@ def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float =
 
     def update() -> None:
         with reservation:
-            with it.pager.exchanging():
+            with it.pager.transfers.exchanging():
                 begun.set()
                 over.wait(seconds)
             over.wait(then)

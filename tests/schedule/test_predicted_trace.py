@@ -20,20 +20,9 @@ from support.train import Paging, Recipe, batch, host_bytes, make_optimizer, set
 UNPREDICTED = ("repeated", "spare", "prompt", "prefix", "prompt-encoder")
 """Models that use an FSDP module twice or not at all, or whose last FSDP module computes the inputs."""
 PREDICTED = tuple(name for name in models.MODELS if name not in UNPREDICTED and not name.startswith("qlora"))
-QUICK = (
-    "llama",
-    "tied",
-    "gpt2",
-    "loose",
-    "frozen",
-    "lora",
-    "lora-reentrant",
-    "lora-saved-head",
-    "upper-layers",
-    "tied-frozen",
-)
+QUICK = ("llama", "gpt2", "loose", "lora-reentrant", "upper-layers", "tied-frozen")
 """Models that differ in their FSDP modules, or in which of them have gradients."""
-ON_TWO = ("llama", "tied", "frozen", "upper-layers")
+ON_TWO = ("llama", "upper-layers")
 MISS_LIMIT = 0.2
 """Maximum fraction of pages read on demand. Some prefetched pages are needed before a cache slot is free."""
 

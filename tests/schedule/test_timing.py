@@ -14,9 +14,9 @@ from infinity.content.layout import Layout
 from infinity.schedule.planner import Plan, Simulation, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
-from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, staged_computation, updating
+from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, updating
 from infinity.schedule.trace import Access
-from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_events
+from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
 from support.plans import plans
 
@@ -78,14 +78,6 @@ def test_seconds_scale_with_bandwidth_and_computation() -> None:
     assert seconds(2 * moved, 0.5) == pytest.approx(seconds(moved, 1.0) / 2)
 
 
-def test_update_thread_shortens_the_step() -> None:
-    trace, layout = step(threaded=True)
-    plan = make_plan(trace, layout, 60)
-    work = [plan.traffic.total_bytes]
-    (alone,), (threaded,) = (lengths(plan, layout, work, threaded=choice) for choice in (False, True))
-    assert threaded < alone
-
-
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("cache_slots", [14, 40, 160, 300])
 def test_training_runs_ahead_of_updates_by_at_most_the_window(cache_slots: int, threaded: bool) -> None:
@@ -113,16 +105,16 @@ def test_cache_slots_for_one_fsdp_module_keep_the_drive_busy(threaded: bool) -> 
     assert preferred(simulations).plan is wide
 
 
-TRAINING_ACCESS = (0, 0, 1, 0, [True], 0.0, [PAGE])
+TRAINING_ACCESS = (0, 0, 1, 0, [True], [PAGE])
 """Access of the training thread that reads one page and modifies it."""
 
 
 def test_drive_transfers_pages_one_at_a_time() -> None:
     """A read without a free cache slot waits for the page that is being written."""
-    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()]) == 2 * PAGE
-    assert simulate([TRAINING_ACCESS], [PAGE], 1, [5.0 * PAGE], [()]) == 5 * PAGE
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()], [0.0]) == 2 * PAGE
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [5.0 * PAGE], [()], [0.0]) == 5 * PAGE
     unmodified = (*TRAINING_ACCESS[:-1], [0])
-    assert simulate([unmodified], [PAGE], 1, [0.0], [()]) == PAGE
+    assert simulate([unmodified], [PAGE], 1, [0.0], [()], [0.0]) == PAGE
 
 
 def test_equally_fast_plans_are_compared_by_bytes() -> None:
@@ -266,13 +258,6 @@ def test_module_computation_follows_the_next_modules_reads() -> None:
     assert plan.prefetched.shares[reads[1]] == pytest.approx(1 / (1 + BACKWARD) / LAYERS, rel=0.1)
 
 
-def test_cpu_step_has_no_prefetched_computation() -> None:
-    """The trace without prefetched accesses already determines the position of the computation."""
-    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    schedule = UpdateSchedule.of("in_backward", events)
-    assert staged_computation(events, layout, schedule, expand_events(events, layout, schedule)) is None
-
-
 def test_prefetched_weights_overlap_computation() -> None:
     """Without prefetching all copies are exposed; with prefetching only the first ones of a step are."""
     weights = 0.5 * ALONE
@@ -287,20 +272,6 @@ def test_kept_weights_are_copied_once() -> None:
     found = step_time(prefetched_plan(kept=LAYERS), weights=2 * forward)
     assert found == pytest.approx(ALONE + forward, rel=0.1)
     assert step_time(prefetched_plan(), weights=2 * forward) < found  # the same time, of which half is for backward
-
-
-def test_prefetched_copies_overlap_transfers() -> None:
-    """Pages stream in both plans; with prefetching, copies add almost nothing to the step time."""
-    plan, layout = prefetched_plan(cache_slots=96)
-    _, simulation = choose_simulation("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
-    not_prefetched = simulation.plan
-    moved = plan.traffic.total_bytes
-    works, copies = [float(moved)], OtherResources(weights=0.3 * moved)
-    (alone,), (copied,) = (
-        lengths(plan, layout, works, resources=resources, threaded=True) for resources in (OtherResources(), copies)
-    )
-    (waiting,) = lengths(not_prefetched, layout, works, resources=copies, threaded=True)
-    assert copied < 1.05 * alone < 0.95 * waiting
 
 
 def test_weights_are_copied_after_their_update() -> None:
@@ -368,21 +339,7 @@ def test_python_time_counts_on_the_thread_that_needs_pages() -> None:
 
 def test_verification_delays_reads_and_hashing_delays_free_slots() -> None:
     """Checksums run one after the other while the drive continues."""
-    two = [(0, 0, 2, position, [True], 0.0, [0]) for position in range(2)]
-    assert simulate(two, [PAGE, PAGE], 2, [0.0, 0.0], [(), ()], verifying=2.0) == 5 * PAGE
+    two = [(0, 0, 2, position, [True], [0]) for position in range(2)]
+    assert simulate(two, [PAGE, PAGE], 2, [0.0, 0.0], [(), ()], [0.0, 0.0], verifying=2.0) == 5 * PAGE
     # Read and verified at 3, hashed at 6; then the slot is free for a read that is verified 3 later.
-    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()], verifying=2.0, hashing=3.0) == 6 * PAGE
-
-
-def test_checksums_slower_than_the_drive_determine_the_step_time() -> None:
-    """Faster checksums are hidden by the transfers."""
-    trace, layout = step(threaded=True)
-    plan = make_plan(trace, layout, 96, threaded=True)
-    moved = plan.traffic.total_bytes
-    (alone,) = lengths(plan, layout, [0.5 * moved], threaded=True)
-    (hidden,), (exposed,) = (
-        lengths(plan, layout, [0.5 * moved], resources=OtherResources(verifying=share * moved), threaded=True)
-        for share in (0.3, 2.0)
-    )
-    assert hidden < 1.05 * alone
-    assert exposed >= 0.98 * 2.0 * moved
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()], [0.0], verifying=2.0, hashing=3.0) == 6 * PAGE

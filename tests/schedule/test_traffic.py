@@ -26,7 +26,7 @@ def steady(recipe: Recipe, paging: Paging) -> dict[str, int | float]:
 
 @pytest.mark.parametrize(
     ("model_and_host_cache", "update_schedule"),
-    alternate([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
+    alternate([("even", "least"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
 )
 def test_measured_bytes_match_the_plan(model_and_host_cache: tuple[str, str], update_schedule: str) -> None:
     """Steady steps match within 1 %; if everything fits the host cache, no bytes move."""
@@ -37,7 +37,7 @@ def test_measured_bytes_match_the_plan(model_and_host_cache: tuple[str, str], up
     assert (seen["read"] == 0) == (seen["written"] == 0) == (host_cache == "all")
 
 
-@pytest.mark.parametrize(("percent", "update_schedule"), alternate([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
+@pytest.mark.parametrize(("percent", "update_schedule"), alternate([10, 50, 90], UPDATE_SCHEDULES))
 def test_measured_bytes_match_the_plan_at_every_cache_size(percent: int, update_schedule: str) -> None:
     """Host caches of 10 to 90 % of the state match within 1 %, with reads spared by pending writes counted as reads."""
     paging = Paging(host_cache=f"{percent}%", update_schedule=update_schedule)

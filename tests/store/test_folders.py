@@ -22,7 +22,7 @@ import pytest
 
 import infinity
 from infinity.checkpoint.manifest import complete_checkpoints, published_in
-from infinity.errors import BudgetError, CheckpointError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.errors import BudgetError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.sources.reshard import folders_of
 from infinity.store import folder as folders
 from infinity.store.folder import (
@@ -402,14 +402,6 @@ def test_run_is_resumed_from_other_paths_unless_live(tmp_path: Path) -> None:
         lock.release()
 
 
-@as_root
-def test_lock_of_another_user_does_not_prevent_resuming(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    for run_id in (run.run_id, new_run_id(), "\x1b"):
-        with held_lock(tmp_path, "infinity.lock.0", run_id, OTHER_USER):
-            assert folders_of([tmp_path], run.run_id, []) == run
-
-
 def test_two_runs_on_one_path_are_both_reported(tmp_path: Path) -> None:
     """The runs have different local ranks, as if they had been started separately."""
     runs = [make_run(tmp_path), make_run(tmp_path)]
@@ -613,36 +605,6 @@ def test_forked_children_do_not_affect_the_parent(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.stdout == "parent finished normally\n", done.stderr
-
-
-def test_lock_belongs_to_the_acquiring_process_only(tmp_path: Path) -> None:
-    """A forked child that releases the lock does not remove its file, and a live child does not hold the lock."""
-    lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
-    ended, end = os.pipe()
-    released, release = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            lock.release()
-            os.write(release, b".")
-            os.close(end)
-            os.read(ended, 1)
-        finally:
-            os._exit(0)
-    try:
-        assert os.read(released, 1) == b"."
-        (owner,) = holders(tmp_path)
-        assert owner.pid == os.getpid()
-        for descriptor, _ in zip(list(lock._descriptors), "x", strict=True):
-            os.close(descriptor)  # as the operating system does when the parent is killed
-        assert not holders(tmp_path)
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
-        for descriptor in (ended, released, release):
-            os.close(descriptor)
-        lock._descriptors, lock._files = [], []
-        folders._held.discard(lock)
 
 
 # Space #
@@ -952,28 +914,6 @@ def test_first_error_is_raised_and_cleanup_errors_are_logged(
         with pytest.raises(OSError, match="Input/output error"):
             session.optimizer.close()
     assert not holders(tmp_path / "nvme0")
-
-
-def test_run_is_resumed_with_paths_in_another_order(tmp_path: Path, undisturbed: list[float]) -> None:
-    (tmp_path / "nvme1").mkdir()
-    paths = [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]
-    with Session(tmp_path, storage={"paths": paths}) as session:
-        session.run(EVERY)
-    copies = subprocess.run(f"cd {paths[0]} && for run in 2*; do cp -r $run $run.bak; done", shell=True, check=True)
-    assert copies.returncode == 0
-    with Session(tmp_path, storage={"paths": paths[::-1]}, run={"resume": "latest"}) as session:
-        assert session.run() == undisturbed[EVERY:]
-    runs, passed = look_for_runs(paths)
-    assert (len(runs), passed) == (1, {})
-
-
-def test_missing_marker_is_reported(tmp_path: Path) -> None:
-    with Session(tmp_path) as session:
-        session.run(EVERY)
-    (root,) = look_for_runs([tmp_path / "nvme0"])[0][0].in_order
-    (root / MARKER_NAME).unlink()
-    with pytest.raises(CheckpointError, match=rf"{root} is ignored: it has no infinity\.run"):
-        Session(tmp_path, run={"resume": "latest"})
 
 
 @as_root

@@ -16,7 +16,8 @@ from support.daemon_process import daemon
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two paths, whose measured bandwidths are 3 and 4."""
-    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
+    measured = [{"mixed": 3.0}, {"mixed": 4.0}]
+    monkeypatch.setattr(path_bandwidth, "quick_rates", lambda names, *_: dict(zip(names, measured, strict=True)))
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 

@@ -79,18 +79,6 @@ def test_store_and_schedule_are_independent() -> None:
             assert "schedule" not in packages_imported(file), name
 
 
-def test_torch_free_modules_do_not_import_torch() -> None:
-    """Storage and planning are plain Python."""
-    wrong = [
-        f"{name} imports {target}"
-        for name, file in MODULES.items()
-        if name.startswith(tuple(f"infinity.{prefix}." for prefix in NO_TORCH)) or name[9:] in NO_TORCH
-        for target in imported(file)
-        if target.split(".")[0] == "torch"
-    ]
-    assert wrong == []
-
-
 def test_the_daemon_imports_only_allowed_packages() -> None:
     wrong = [
         f"{name} imports {target}"

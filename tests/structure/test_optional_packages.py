@@ -74,16 +74,6 @@ def test_extras_match_pyproject(subtests: pytest.Subtests) -> None:
             assert set(EXTRAS[extra]) - {"tokenizers", "llvmlite"} == distributions(extra)
 
 
-def test_the_all_extra_excludes_single_frameworks() -> None:
-    """`[all]` contains every other extra for users; `[dev]` adds the frameworks, and `[wide]` the rest."""
-    frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
-    single = set().union(*(distributions(extra) for extra in frameworks))
-    also_in_train = {"accelerate", "peft", "transformers"}
-    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | also_in_train
-    assert distributions("all") < distributions("dev")
-    assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
-
-
 def test_every_import_is_declared() -> None:
     """Imports are from the standard library, a declared dependency or a package of an extra."""
     declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}

@@ -98,9 +98,9 @@ class Tab:
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[theme])
 
-    def press(self, key: str, *, shift: bool = False) -> None:
+    def press(self, key: str) -> None:
         """Press and release a key."""
-        code = {"key": key, "code": key, "windowsVirtualKeyCode": _KEYS[key], "modifiers": 8 if shift else 0}
+        code = {"key": key, "code": key, "windowsVirtualKeyCode": _KEYS[key]}
         self.send("Input.dispatchKeyEvent", type="keyDown", **code, **({"text": "\r"} if key == "Enter" else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", **code)
 
@@ -108,10 +108,9 @@ class Tab:
         """Insert text at the focus."""
         self.send("Input.insertText", text=text)
 
-    def screenshot(self, *, full_page: bool = False) -> bytes:
-        """Return a PNG screenshot of the visible part, or of the full page."""
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=full_page)
-        return base64.b64decode(found["data"])
+    def screenshot(self) -> bytes:
+        """Return a PNG screenshot of the visible part."""
+        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def accessibility_nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the accessibility tree that are not ignored."""

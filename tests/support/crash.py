@@ -30,8 +30,6 @@ from pathlib import Path
 import torch
 import torch._dynamo  # imported before lives are forked
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from support.crash_commands import COMMANDS, Commands
@@ -295,15 +293,16 @@ class Harness:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def run(trials: int, power: int, seed: int, ranks: int, folder: Path, progress: Callable[[], None]) -> Report:
+def run(trials: int, power: int, seed: int, ranks: int, folder: Path) -> Report:
     """Run trials in an empty folder."""
     harness = Harness(folder, seed, ranks)
     harness.reference()
     kinds = [False] * trials + [True] * power
     harness.rng.shuffle(kinds)
-    for kind in kinds:
+    for number, kind in enumerate(kinds, 1):
         harness.trial(power=kind)
-        progress()
+        print(f"\r{ranks} rank{'s' * (ranks > 1)}: {number} of {len(kinds)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     return harness.report
 
 
@@ -323,35 +322,23 @@ def main() -> int:
     )
     options = parser.parse_args()
     power = options.trials // 5 if options.power is None else options.power
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     trials, failures = 0, []
-    # No refresh thread, because the process forks.
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        for number, ranks in enumerate(options.ranks):
-            mine = [
-                total * (number + 1) // len(options.ranks) - total * number // len(options.ranks)
-                for total in (options.trials, power)
-            ]
-            task = bar.add_task(f"killing and resuming, {ranks} rank{'s' * (ranks > 1)}", total=sum(mine))
-
-            def advance(task: TaskID = task) -> None:
-                bar.advance(task)
-                bar.refresh()
-
-            with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-                (Path(folder) / "lives").mkdir()
-                report = run(*mine, options.seed, ranks, Path(folder) / "lives", advance)
-            trials += report.trials
-            failures += report.failures or []
-            bar.console.print(
-                f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} kills, of which "
-                f"{report.power_losses} with a loss of power, {report.runs} completed runs, {report.reshards} resumes "
-                f"with a different page size, {report.commands} interrupted commands"
-            )
-    for failure in failures:
-        console.print(failure, markup=False, soft_wrap=True)
-    console.print(f"{trials} trials, {len(failures)} failures")
+    for number, ranks in enumerate(options.ranks):
+        mine = [
+            total * (number + 1) // len(options.ranks) - total * number // len(options.ranks)
+            for total in (options.trials, power)
+        ]
+        with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+            (Path(folder) / "lives").mkdir()
+            report = run(*mine, options.seed, ranks, Path(folder) / "lives")
+        trials += report.trials
+        failures += report.failures or []
+        print(
+            f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} kills, of which "
+            f"{report.power_losses} with a loss of power, {report.runs} completed runs, {report.reshards} resumes "
+            f"with a different page size, {report.commands} interrupted commands"
+        )
+    print(*failures, f"{trials} trials, {len(failures)} failures", sep="\n")
     return 1 if failures else 0
 
 

@@ -8,8 +8,13 @@ from infinity_tools.doctor.finding import Check, Finding
 from infinity_tools.doctor.world import World
 
 GIB = 1 << 30
-MEMINFO = "MemTotal: {total} kB\nMemAvailable: {available} kB\nSwapTotal: {swap} kB\nSwapFree: {free} kB\n"
 V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+
+
+def meminfo_text(available: int = 60 * GIB, swap: int = 0, free: int = 0) -> str:
+    """Return the text of /proc/meminfo of a machine with 64 GiB of memory."""
+    sizes = {"MemTotal": 64 * GIB, "MemAvailable": available, "SwapTotal": swap, "SwapFree": free}
+    return "".join(f"{name}: {size >> 10} kB\n" for name, size in sizes.items())
 
 
 class Machine:
@@ -17,7 +22,7 @@ class Machine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.memory()
+        self.write("proc/meminfo", meminfo_text())
         self.write("proc/self/cgroup", "0::/\n")
         self.write("proc/self/mountinfo", f"23 1 254:0 / / rw - ext4 /dev/root rw\n{V2_MOUNT}")
         self.write("proc/self/status", "CapEff:\t0000000000000000\nSeccomp:\t0\nTHP_enabled:\t1\n")
@@ -31,11 +36,6 @@ class Machine:
         file = self.root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-
-    def memory(self, total: int = 64 * GIB, available: int = 60 * GIB, swap: int = 0, free: int = 0) -> None:
-        """Write the amounts of memory and swap space."""
-        kib = {"total": total >> 10, "available": available >> 10, "swap": swap >> 10, "free": free >> 10}
-        self.write("proc/meminfo", MEMINFO.format(**kib))
 
     def group(self, **values: str) -> None:
         """Write limits of the only control group; `_` in a name stands for a dot."""

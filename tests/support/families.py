@@ -9,35 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import infinity
+from support.wide_models import SEQ2SEQ, TEXT
 
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+_SMALL = {**TEXT, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
-_SEQ2SEQ = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "forced_eos_token_id": 2,
-    "pad_token_id": 3,
-    "decoder_start_token_id": 3,
-}
+_SEQ2SEQ = {**SEQ2SEQ, "vocab_size": 64, "forced_eos_token_id": 2}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _VISION = {key: _SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
 

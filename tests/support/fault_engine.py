@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import errno
-import heapq
-import itertools
 import logging
 import random
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.errors import InfinityError, StorageError
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.files import pin_request
 from infinity.units import align_down
 from support.wrapped_engine import WrappedEngine
 
 _log = logging.getLogger(__name__)
-
-_LOG_LENGTH = 10_000
 
 
 class FaultKind(Enum):
@@ -58,40 +52,22 @@ _ONLY = {
 class Fault:
     """Rule that selects requests and the fault to inject into them.
 
-    Requests that match `op` and `path` are numbered from 0. The fault is injected if the number is in `at`, for every
-    `every`-th request, or with `probability`. If none of these is set, it is injected into all matching requests.
-
-    Raises:
-        ConfigError: if values contradict each other or are out of range.
+    Requests that match `op` are numbered from 0. The fault is injected if the number is in `at`, for every `every`-th
+    request, or with `probability`. If none of these is set, it is injected into all matching requests.
     """
 
     kind: FaultKind
     op: Op | None = None
     """Direction. By default, all directions that the kind supports."""
-    path: str = ""
-    """Substring of the file's path. By default, all files match."""
     probability: float | None = None
     every: int | None = None
     at: tuple[int, ...] | None = None
-    limit: int | None = None
-    """Maximum number of faults. By default, unlimited."""
     seconds: float = 0.1
     """Maximum delay of `SLOW` faults."""
 
-    def __post_init__(self) -> None:
-        if sum(rule is not None for rule in (self.probability, self.every, self.at)) > 1:
-            raise ConfigError(f"fault {self.kind.value}: set only one of probability, every and at")
-        if self.probability is not None and not 0 <= self.probability <= 1:
-            raise ConfigError(f"fault {self.kind.value}: probability = {self.probability} is out of range; use 0 to 1")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"fault {self.kind.value}: every = {self.every} is out of range; use 1 or more")
-        only = _ONLY.get(self.kind)
-        if only is not None and self.op not in (None, only):
-            raise ConfigError(f"fault {self.kind.value} supports only op = {only.value}")
-
-    def matches(self, op: Op, path: str) -> bool:
+    def matches(self, op: Op) -> bool:
         """Return whether a request matches this rule."""
-        return self.op in (None, op) and _ONLY.get(self.kind) in (None, op) and self.path in path
+        return self.op in (None, op) and _ONLY.get(self.kind) in (None, op)
 
     def applies(self, number: int, rng: random.Random) -> bool:
         """Return whether to inject the fault into the `number`-th matching request."""
@@ -100,18 +76,6 @@ class Fault:
         if self.every is not None:
             return number % self.every == self.every - 1
         return self.probability is None or rng.random() < self.probability
-
-
-@dataclass(frozen=True, kw_only=True)
-class Injected:
-    """An injected fault. `detail` is an errno, a number of bytes, an offset, a bit number or a delay in seconds."""
-
-    kind: FaultKind
-    op: Op
-    path: str
-    offset: int
-    length: int
-    detail: float
 
 
 @dataclass(eq=False, slots=True)
@@ -138,23 +102,23 @@ class FaultEngine(WrappedEngine):
         self._seed, self._faults = seed, tuple(faults)
         self._lock = threading.Lock()
         self._seen = [0] * len(self._faults)
-        self._selected = [0] * len(self._faults)
         self._stuck: list[_Call] = []
-        self._delays = _Delays()
-        self._closed = False
-        self.injected: deque[Injected] = deque(maxlen=_LOG_LENGTH)
-        """The most recent faults, in order of submission."""
+        self._delayed: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self.injected = 0
+        """Number of faults."""
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start a transfer, possibly with a fault."""
         pin_request(op, file, offset, memory).release()
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
-            selected = self._choose(op, file.path)
+            selected = self._choose(op)
             if selected is None:
                 return self._inner.submit(op, file, offset, memory)
             fault, rng = selected
+            self.injected += 1
             ticket = Ticket(op, file.path, offset, memory.nbytes)
             # A separate view, because the caller may release its view before the request completes.
             call = _Call(op, file, offset, memoryview(memory).cast("B"), ticket, rng)
@@ -171,66 +135,47 @@ class FaultEngine(WrappedEngine):
     def close(self) -> None:
         """Submit delayed requests, let stuck requests fail, and close the inner engine. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             stuck, self._stuck = self._stuck, []
         for call in stuck:
             self._finish(call, _failure(call, None, "stuck until the engine was closed"))
-        self._delays.close()
+        for thread in self._delayed:
+            if thread is not threading.current_thread():
+                thread.join()
         self._inner.close()
 
-    def _choose(self, op: Op, path: str) -> tuple[Fault, random.Random] | None:
+    def _choose(self, op: Op) -> tuple[Fault, random.Random] | None:
         chosen = None
         for index, fault in enumerate(self._faults):
-            if not fault.matches(op, path):
+            if not fault.matches(op):
                 continue
             number = self._seen[index]
             self._seen[index] += 1
             # Each decision has its own generator, so that rules do not affect each other.
             rng = random.Random(f"{self._seed}/{index}/{number}")
-            spent = fault.limit is not None and self._selected[index] >= fault.limit
-            if chosen is None and not spent and fault.applies(number, rng):
-                self._selected[index] += 1
+            if chosen is None and fault.applies(number, rng):
                 chosen = fault, rng
         return chosen
 
-    def _record(self, kind: FaultKind, call: _Call, detail: float) -> None:
-        self.injected.append(
-            Injected(
-                kind=kind,
-                op=call.op,
-                path=call.file.path,
-                offset=call.offset,
-                length=call.ticket.length,
-                detail=detail,
-            )
-        )
-
     def _fail(self, fault: Fault, call: _Call) -> None:
         code = errno.EIO if fault.kind is FaultKind.EIO else errno.ENOSPC
-        self._record(fault.kind, call, code)
         self._finish(call, _failure(call, code, "injected"))
 
     def _short(self, fault: Fault, call: _Call) -> None:
         moved = _prefix(call)
-        self._record(fault.kind, call, moved)
         error = _failure(call, None, f"injected: short transfer, {moved} bytes")
         self._transfer(call, call.offset, call.memory[:moved], lambda inner: inner or error)
 
     def _torn(self, fault: Fault, call: _Call) -> None:
-        moved = _prefix(call)
-        self._record(fault.kind, call, moved)
-        self._transfer(call, call.offset, call.memory[:moved], lambda inner: inner)
+        self._transfer(call, call.offset, call.memory[: _prefix(call)], lambda inner: inner)
 
     def _misdirected(self, fault: Fault, call: _Call) -> None:
         length = call.ticket.length
         steps = [step for step in (-2, -1, 1, 2) if call.offset + step * length >= 0]
-        offset = call.offset + call.rng.choice(steps) * length
-        self._record(fault.kind, call, offset)
-        self._transfer(call, offset, call.memory, lambda inner: inner)
+        self._transfer(call, call.offset + call.rng.choice(steps) * length, call.memory, lambda inner: inner)
 
     def _flip(self, fault: Fault, call: _Call) -> None:
         bit = call.rng.randrange(8 * call.ticket.length)
-        self._record(fault.kind, call, bit)
 
         def flip(inner: InfinityError | None) -> InfinityError | None:
             if inner is None:
@@ -240,16 +185,20 @@ class FaultEngine(WrappedEngine):
         self._transfer(call, call.offset, call.memory, flip)
 
     def _slow(self, fault: Fault, call: _Call) -> None:
-        seconds = call.rng.uniform(0, fault.seconds)
-        self._record(fault.kind, call, seconds)
+        thread = threading.Thread(target=self._later, args=(call.rng.uniform(0, fault.seconds), call), daemon=True)
+        with self._lock:
+            self._delayed = [*filter(threading.Thread.is_alive, self._delayed), thread]
+            thread.start()
+
+    def _later(self, seconds: float, call: _Call) -> None:
         # The request is submitted after the delay, so that during the delay a read has no effect and a write still
         # needs its buffer. A buffer that is reused too early therefore causes a visible error.
-        self._delays.add(seconds, lambda: self._pass_on(call))
+        self._closed.wait(seconds)
+        self._pass_on(call)
 
     def _stuck_request(self, fault: Fault, call: _Call) -> None:
-        self._record(fault.kind, call, 0)
         with self._lock:
-            if not self._closed:
+            if not self._closed.is_set():
                 self._stuck.append(call)
                 return
         self._finish(call, _failure(call, None, "stuck until the engine was closed"))
@@ -302,48 +251,3 @@ def _prefix(call: _Call) -> int:
 
 def _failure(call: _Call, code: int | None, detail: str) -> StorageError:
     return StorageError(call.op.value, call.file.path, call.offset, call.ticket.length, code, detail)
-
-
-class _Delays:
-    """Run actions after a delay, in one thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._actions: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-
-    def add(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after `seconds`, or at `close`."""
-        with self._changed:
-            heapq.heappush(self._actions, (time.monotonic() + seconds, next(self._numbers), action))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="infinity-io-delays", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Run the remaining actions immediately, and stop the thread."""
-        with self._changed:
-            self._closing = True
-            thread = self._thread
-            self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self) -> None:
-        while (action := self._next()) is not None:
-            action()
-            del action
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._changed:
-            while True:
-                wait = self._actions[0][0] - time.monotonic() if self._actions else None
-                if self._actions and (self._closing or (wait is not None and wait <= 0)):
-                    return heapq.heappop(self._actions)[2]
-                if not self._actions and self._closing:
-                    self._thread = None
-                    return None
-                self._changed.wait(wait)

@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
-from infinity.memory.device import CpuDevice
+from infinity.memory.device import Device
 
 
 @contextmanager
@@ -23,5 +23,5 @@ def late_copies() -> Iterator[Event]:
         def before(self, stream: Any) -> None:
             pass
 
-    with patch.object(CpuDevice, "record_event", lambda *_: DeviceEvent()):
+    with patch.object(Device, "record_event", lambda *_: DeviceEvent()):
         yield passed

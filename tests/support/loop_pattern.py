@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,15 @@ from support.rows import EQUAL, UNSUPPORTED, Row
 from support.train import OPTIMIZERS, Paging, batch, host_bytes, settings, state_in_memory, state_on_nvme
 
 STEPS = 5
-EARLY = ("in_backward",)
-LATE = ("auto", "in_forward", "after_backward")
-EVERYWHERE = ("auto", *EARLY, "in_forward", "after_backward")
+UPDATE_SCHEDULES = ("auto", "in_backward", "in_forward", "after_backward")
+EARLY = ("auto", "in_backward")
+"""Schedules with updates in backward, if the first steps are ordinary."""
 UPDATE_SCHEDULE = r"update\.schedule"
 """Part of the error if a pattern is not compatible with updates in backward."""
+BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
+"""Part of the error for access to weights that were already updated in backward."""
+SECOND = r"second gradient|" + BETWEEN
+"""Part of the error for a second backward after updates in backward."""
 
 
 class Loop:
@@ -49,21 +53,15 @@ class Loop:
         built = models.build(model, **options) if isinstance(model, str) else models.shard(model, **options)
         return built, self.offload(built, OPTIMIZERS[optimizer]([p for p in built.parameters() if p.requires_grad]))
 
-    def offload(self, model: nn.Module, optimizer: torch.optim.Optimizer, **sections: Any) -> torch.optim.Optimizer:
+    def offload(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the offloaded optimizer or, in memory, `optimizer` itself."""
         if self.paging is not None:
             folder = self._folder / str(len(self.trained))
-            folder.mkdir(exist_ok=True)
-            host = host_bytes(self.paging, model, optimizer, folder)
-            config = settings(folder, self.paging, host, **sections)
+            folder.mkdir()
+            config = settings(folder, self.paging, host_bytes(self.paging, model, optimizer, folder))
             optimizer = self._undo.enter_context(infinity.offload(model, optimizer, config))
         self.trained.append((model, optimizer))
         return optimizer
-
-    def save_checkpoint(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save a checkpoint if the optimizer is offloaded."""
-        if isinstance(optimizer, infinity.PagedOptimizer):
-            optimizer.save_checkpoint()
 
     def record(self, label: str, value: Any) -> None:
         """Record a tensor, a number or text."""
@@ -82,23 +80,35 @@ class Loop:
         self.record("loss", loss)
         return loss
 
+    def forwards(self, optimizer: torch.optim.Optimizer, count: int = STEPS) -> Iterator[int]:
+        """Yield the index of each step; the body of the loop runs forward and backward."""
+        for step in range(count):
+            yield step
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def backwards(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> Iterator[int]:
+        """Train, and yield the index of each step between backward and `step()`."""
+        for step in self.forwards(optimizer, count):
+            self.loss(model, step).backward()
+            yield step
+
+    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> Iterator[int]:
+        """Train, and yield the index of each step after `zero_grad()`."""
+        for step in range(count):
+            self.step(model, optimizer, step)
+            yield step
+
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Train one step."""
         self.loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> None:
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> None:
         """Train `count` steps."""
-        for step in range(count):
-            self.step(model, optimizer, step)
-
-    def backwards(self, *args: Any, **options: Any) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
-        """Begin, and train `STEPS` steps. Yield (step, model, optimizer) between each backward and `step()`."""
-        model, optimizer = self.begin(*args, **options)
-        for step in steps(optimizer):
-            self.loss(model, step).backward()
-            yield step, model, optimizer
+        for _ in self.steps(model, optimizer, count):
+            pass
 
     def record_final_state(self) -> None:
         """Record parameters, buffers and optimizer states after training."""
@@ -115,22 +125,15 @@ class Loop:
                 self.final_state[f"{number} {name}"] = buffer.clone()
 
 
-def steps(optimizer: torch.optim.Optimizer, count: int = STEPS) -> Iterator[int]:
-    """Yield the index of each step. After the body of the loop, call `step()` and `zero_grad()`."""
-    for step in range(count):
-        yield step
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @dataclass(frozen=True)
 class LoopPattern:
-    """A row of the table, its function, and the update schedules and numbers of ranks with which it is tested."""
+    """A row of the table, its function, the expected error by update schedule, and the numbers of ranks to test."""
 
     row: Row
     function: Callable[[Loop], None]
-    update_schedules: tuple[str, ...]
+    errors: dict[str, str]
     ranks: tuple[int, ...]
+    slow: bool
 
 
 @dataclass
@@ -148,12 +151,11 @@ PATTERNS: dict[str, LoopPattern] = {}
 
 def pattern(
     name: str,
-    outcome: str = EQUAL,
-    words: str = "",
+    error: str = "",
     *,
-    in_backward_error: str = "",
+    early_error: str = "",
+    early: tuple[str, ...] = ("in_backward",),
     note: str = "",
-    update_schedules: tuple[str, ...] = EVERYWHERE,
     ranks: tuple[int, ...] = (1, 2),
     slow: bool = False,
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
@@ -161,39 +163,23 @@ def pattern(
 
     Args:
         name: Name of the row.
-        outcome: `EQUAL`, or `UNSUPPORTED` with an error that matches `words`.
-        words: Regular expression for the error.
-        in_backward_error: Regular expression for the error with ``update.schedule = "in_backward"``, which becomes a
-            second row. Empty if the outcome with this schedule is the same.
-        note: Note in the table. By default, the schedules with which the same loop is equal, if it is not supported.
-        update_schedules: Values of `update.schedule` to test.
+        error: Regular expression for the error with every update schedule. Empty if the loop is supported.
+        early_error: Regular expression for the error with the update schedules in `early`. Empty if all are supported.
+        early: Update schedules that raise `early_error`.
+        note: Note in the table. By default, the update schedules that raise an error.
         ranks: Numbers of ranks to test.
         slow: Whether ``make test`` skips the row.
     """
+    errors = dict.fromkeys(UPDATE_SCHEDULES, error) if error else dict.fromkeys(early, early_error)
+    if early_error:
+        note = note or "not supported with " + " and ".join(f"`{value}`" for value in early)
+    row = Row(name=name, outcome=UNSUPPORTED if error else EQUAL, words=error, note=note)
 
     def add(function: Callable[[Loop], None]) -> Callable[[Loop], None]:
-        tested = tuple(p for p in update_schedules if not (in_backward_error and p in EARLY))
-        equal = [p.update_schedules for p in PATTERNS.values() if p.function is function and p.row.outcome == EQUAL]
-        text = note or (_equal_with(equal[0]) if equal and outcome == UNSUPPORTED else "")
-        row = Row(name=name, outcome=outcome, words=words, note=text, slow=slow)
-        PATTERNS[name] = LoopPattern(row, function, tested, ranks)
-        if in_backward_error:
-            row = Row(
-                name=f"{name}; update.schedule = in_backward",
-                outcome=UNSUPPORTED,
-                words=in_backward_error,
-                note=_equal_with(tested),
-                slow=True,
-            )
-            PATTERNS[row.name] = LoopPattern(row, function, EARLY, ranks)
+        PATTERNS[name] = LoopPattern(row, function, errors if error or early_error else {}, ranks, slow)
         return function
 
     return add
-
-
-def _equal_with(update_schedules: Sequence[str]) -> str:
-    *others, last = [f"`{value}`" for value in update_schedules]
-    return f"equal with {', '.join(others)} or {last}"
 
 
 def run(function: Callable[[Loop], None], paging: Paging | None) -> Outcome:
@@ -231,21 +217,18 @@ def in_memory(name: str) -> Outcome:
 
 def problems(name: str, update_schedule: str) -> list[str]:
     """Run a pattern in memory and offloaded on this rank; return the deviations from its row."""
-    row = PATTERNS[name].row
+    words = PATTERNS[name].errors.get(update_schedule)
     expected = in_memory(name)
     found = run(PATTERNS[name].function, Paging(host_cache="least", update_schedule=update_schedule))
-    listed = unequal(expected.recorded, found.recorded, complete=row.outcome == EQUAL)
-    if row.outcome == EQUAL:
+    listed = unequal(expected.recorded, found.recorded, complete=words is None)
+    if words is None:
         if found.error is not None:
             return [*listed, f"{type(found.error).__name__}: {found.error}"]
-        listed += unequal_states(expected.final_state, found.final_state)
-    if row.outcome == UNSUPPORTED:
-        if found.error is None:
-            listed.append("no error was raised")
-        elif not re.search(row.words, str(found.error)):
-            listed.append(
-                f"raised an error that does not match {row.words!r}: {type(found.error).__name__}: {found.error}"
-            )
+        return listed + unequal_states(expected.final_state, found.final_state)
+    if found.error is None:
+        return [*listed, "no error was raised"]
+    if not re.search(words, str(found.error)):
+        listed.append(f"raised an error that does not match {words!r}: {type(found.error).__name__}: {found.error}")
     return listed
 
 

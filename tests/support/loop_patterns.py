@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from support import patterns_forward, patterns_gradients, patterns_steps, patterns_weights
 from support.loop_pattern import PATTERNS, problems
-from support.rows import Row
 
 MODULES = (patterns_gradients, patterns_steps, patterns_forward, patterns_weights)
-ROWS: tuple[Row, ...] = tuple(pattern.row for pattern in PATTERNS.values())
+ROWS = tuple(pattern.row for pattern in PATTERNS.values())
 
 
 def problems_of(name: str, update_schedule: str) -> list[str]:

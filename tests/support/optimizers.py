@@ -188,58 +188,58 @@ class CounterInGroup(torch.optim.Optimizer):
                 param.add_(state["mean"] / (1 - 0.9 ** group["step"]), alpha=-rate)
 
 
-class CounterOnSelf(torch.optim.SGD):
+class PerParameter(torch.optim.SGD):
+    """SGD that modifies each parameter, or its gradient, before the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.change(param, group)
+        return super().step(closure)
+
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class CounterOnSelf(PerParameter):
     """Optimizer that keeps a step count in an attribute."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.count = 0
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self.count += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = param.grad / self.count
         return super().step(closure)
 
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.grad = param.grad / self.count
 
-class DecayOfMatrices(torch.optim.SGD):
+
+class DecayOfMatrices(PerParameter):
     """Optimizer that applies weight decay to parameters with two or more dimensions."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.ndim >= 2:
-                    param.mul_(1 - group["lr"] * 0.1)
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.ndim >= 2:
+            param.mul_(1 - group["lr"] * 0.1)
 
 
-class Centralised(torch.optim.SGD):
+class Centralised(PerParameter):
     """Optimizer that subtracts the mean of each row from the gradient."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.ndim >= 2:
-                    grad = local(param.grad)
-                    grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.ndim >= 2:
+            grad = local(param.grad)
+            grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))
 
 
-class TrustRatio(torch.optim.SGD):
+class TrustRatio(PerParameter):
     """Optimizer that scales the gradient by the ratio of parameter norm to gradient norm."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = param.grad * (param.norm() / (param.grad.norm() + 1e-6))
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.grad = param.grad * (param.norm() / (param.grad.norm() + 1e-6))
 
 
 class Keywords(torch.optim.SGD):
@@ -249,20 +249,15 @@ class Keywords(torch.optim.SGD):
         super().__init__(params, **settings)
 
 
-class SettingOnSelf(torch.optim.SGD):
+class SettingOnSelf(PerParameter):
     """Optimizer with a setting in an attribute instead of the param groups."""
 
     def __init__(self, params: Any, factor: float = 1.0, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.factor = factor
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = param.grad * self.factor
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.grad = param.grad * self.factor
 
 
 class GlobalNorm(torch.optim.SGD):
@@ -277,40 +272,25 @@ class GlobalNorm(torch.optim.SGD):
         return super().step(closure)
 
 
-class LargestRate(torch.optim.SGD):
+class LargestRate(PerParameter):
     """Optimizer that uses the learning rate of the first group for all groups."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.grad = param.grad * (self.param_groups[0]["lr"] / group["lr"])
 
 
-class Noisy(torch.optim.SGD):
+class Noisy(PerParameter):
     """Optimizer that adds random noise to gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = param.grad + torch.randn_like(param.grad)
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.grad = param.grad + torch.randn_like(param.grad)
 
 
-class Factored(torch.optim.SGD):
+class Factored(PerParameter):
     """Optimizer that keeps one state value per row."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state.setdefault("rows", torch.zeros(len(param))).add_(1)
-        return super().step(closure)
+    def change(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[param].setdefault("rows", torch.zeros(len(param))).add_(1)
 
 
 class Replacing(torch.optim.Optimizer):

@@ -13,11 +13,10 @@ class Row:
 
     `outcome` is `EQUAL` (bitwise equal to plain FSDP2 in memory) or `UNSUPPORTED` (an error with the reason and a fix,
     raised before any result is wrong). `words` is a regular expression that matches the error, and `note` is a note
-    for readers of the page. Only ``make test-wide`` runs rows that are `slow` or require additional packages.
+    for readers of the page.
     """
 
     name: str
     outcome: str = EQUAL
     words: str = ""
     note: str = ""
-    slow: bool = False

@@ -81,15 +81,6 @@ def data_of_another_branch(root: Path, other: Path) -> None:
     shutil.copy2(other / "rank00000.pages", root / "rank00000.pages")
 
 
-def format_1(root: Path) -> None:
-    """Convert the newest manifest to format 1."""
-    file = manifest(root, 6)
-    body = json.loads(json.loads(file.read_text())["body"]) | {"format": 1}
-    text = json.dumps(body)
-    file.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
-    file.rename(file.with_name(re.sub(r"\.[0-9a-f]{24}\.json", ".json", file.name)))
-
-
 def swap(root: Path, other: Path, step: int, rank: int) -> None:
     """Replace the files of a checkpoint of one rank with those of the other branch."""
     for file in (root / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}*"):
@@ -129,7 +120,6 @@ STATES = (
     State("newest manifest: missing", lambda root, other: manifest(root, 6).unlink()),
     State("newest manifest: truncated", lambda root, other: halve(manifest(root, 6))),
     State("newest manifest: from another run", lambda root, other: manifest_of_another_run(root)),
-    State("newest manifest: format 1", lambda root, other: format_1(root)),
     State("older manifest: damaged", lambda root, other: damage(manifest(root, 3))),
     State("newest state file: damaged", lambda root, other: flip(state_file(root, 6))),
     State("newest state file: missing", lambda root, other: state_file(root, 6).unlink()),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from infinity_tools.top.reading import Drive, Rank, Run, Snapshot
+from infinity.telemetry.trees import Tree
+from infinity_tools.top.reading import Snapshot
 from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 
@@ -21,50 +23,43 @@ PARTS = {
 }  # fmt: skip
 
 
-def rank(number: int, **values) -> Rank:
+def rank(number: int, **values: Any) -> Tree:
     """Return a rank of the first run, with `values` replaced."""
     defaults = {
-        "rank": number, "pid": 4000 + number, "status": "live", "step": 1234.0, "step_seconds": 0.5 + number / 10,
-        "tokens_per_second": 4096.0, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 0.6e9,
-        "written_bytes_per_second": 0.4e9, "host_cache_used": 48 << 20, "host_cache_bytes": 64 << 20, "errors": 0.0,
+        "rank": number, "pid": 4000 + number, "status": "live", "steps": 1234.0, "step_seconds": 0.5 + number / 10,
+        "tokens_per_second": 4096.0, "parts": PARTS, "stalled": 0.2, "read": 0.6e9, "write": 0.4e9,
+        "host_cache_used": 48 << 20, "host_cache_capacity": 64 << 20, "errors": 0.0,
     }  # fmt: skip
-    return Rank(**{**defaults, **values})
+    return {**defaults, **values}
 
 
-def run(run_id: str, **values) -> Run:
+def run(run_id: str, **values: Any) -> Tree:
     """Return a run like the first one, with `values` replaced."""
     defaults = {
-        "id": run_id, "name": "", "user": "", "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
-        "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
-        "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20,
-        "checkpointed": NOW - 90,
-        "checkpoint_seconds": 0.021, "checkpoints": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
-        "retries": 3.0, "ranks": (rank(0), rank(1)),
+        "id": run_id, "name": run_id, "status": "live", "world_size": 4, "steps": 1234.0, "step_seconds": 0.55,
+        "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2,
+        "io": {"read": 1.2e9, "write": 0.8e9, "errors": 0.0, "retries": 3.0},
+        "host_cache": {"capacity": 128 << 20, "roles": {"param": 96 << 20}},
+        "checkpoint": {"last": NOW - 90, "seconds": 0.021, "count": 12.0},
+        "fetches": {"hit": 0.93, "late": 0.05, "miss": 0.02}, "ranks": [rank(0), rank(1)],
     }  # fmt: skip
-    return Run(**{**defaults, **values})
+    return {**defaults, **values}
 
 
 TRAINING = run("20270115-075959-1a2b3c", name="Qwen3-8B in alice")
-STARTING = run(
-    "20270115-080001-3d4e5f", world_size=1, step=0.0, step_seconds=None, tokens_per_second=None, loss=None, parts={},
-    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, host_cache_used=None,
-    host_cache_bytes=None,
-    checkpointed=None, checkpoint_seconds=None, checkpoints=0.0, prefetch_hit=None, prefetch_late=None, retries=0.0,
-    ranks=(rank(0, step=0.0),),
-)  # fmt: skip
+STARTING = {
+    "id": "20270115-080001-3d4e5f", "name": "20270115-080001-3d4e5f", "status": "live", "world_size": 1, "steps": 0.0,
+    "io": {"errors": 0.0, "retries": 0.0}, "checkpoint": {"count": 0}, "ranks": [rank(0, steps=0.0)],
+}  # fmt: skip
 DEAD = run(
-    "20270114-120000-0a0b0c", status="dead", world_size=1, step=77.0, step_seconds=0.125, loss=float("nan"), errors=2.0,
-    stalled=0.05, read_bytes_per_second=None, written_bytes_per_second=None,
-    ranks=(rank(0, status="dead", step=77.0),),
+    "20270114-120000-0a0b0c", status="dead", world_size=1, steps=77.0, step_seconds=0.125, loss="nan", stalled=0.05,
+    io={"errors": 2.0, "retries": 3.0}, ranks=[rank(0, status="dead", steps=77.0)],
 )  # fmt: skip
-DRIVE = Drive(
-    name="nvme0n1", read_bytes_per_second=1.3e9, written_bytes_per_second=0.8e9, busy=0.83, free_bytes=1.2e12,
-    capacity_bytes=1.92e12, profile_bytes_per_second=3.2e9, worn=0.04, endurance_days=812.0, error="",
-)  # fmt: skip
-UNKNOWN = Drive(
-    name="nvme1n1", read_bytes_per_second=None, written_bytes_per_second=None, busy=None, free_bytes=None,
-    capacity_bytes=None, profile_bytes_per_second=None, worn=None, endurance_days=None, error="",
-)  # fmt: skip
+DRIVE: Tree = {
+    "name": "nvme0n1", "read": 1.3e9, "write": 0.8e9, "busy": 0.83, "free": 1.2e12, "capacity": 1.92e12,
+    "profile": {"mixed": 3.2e9}, "wear": {"ratio": 0.04, "days": 812.0},
+}  # fmt: skip
+UNKNOWN = {"name": "nvme1n1"}
 SNAPSHOT = Snapshot(
     time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(TRAINING, STARTING, DEAD),
     drives=(DRIVE, UNKNOWN), notes=("ignored a stats file that is unreadable or from a different version",),

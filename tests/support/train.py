@@ -41,19 +41,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=1e-2),
     "sgd_dampened": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, dampening=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
-    "rmsprop_centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=3e-3),
     "radam": lambda p: torch.optim.RAdam(p, lr=3e-3),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=3e-3),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "trust_ratio": lambda p: importlib.import_module("support.optimizers").TrustRatio(p, lr=1e-1, momentum=0.9),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
 _ACTIVATION_PAGES = {"device": 0, "host": 128, "nvme": 4}
 """Number of activation pages in the host cache by tier: all pages of a small model, or the minimum."""
-NO_DTENSOR = {"rprop"}
-"""Optimizers that do not support DTensor. In memory, they run on the local tensors."""
 
 
 class LocalOptimizer:
@@ -318,10 +311,7 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
 def in_memory(recipe: Recipe) -> Outcome:
     """Train a recipe with plain FSDP2."""
     model = build(recipe)
-    if recipe.optimizer in NO_DTENSOR or recipe.updates != recipe.device:
-        optimizer = local_optimizer(recipe, model)
-    else:
-        optimizer = make_optimizer(recipe, model)
+    optimizer = local_optimizer(recipe, model) if recipe.updates != recipe.device else make_optimizer(recipe, model)
     outcome = Outcome()
     train(recipe, model, optimizer, outcome)
     outcome.state = state_in_memory(model, optimizer)
@@ -418,7 +408,7 @@ class Switch:
 
     @property
     def struck(self) -> int:
-        return len(self._faulty.injected)
+        return self._faulty.injected
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._faulty, name)

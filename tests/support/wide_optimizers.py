@@ -68,7 +68,6 @@ def _row(package: str, kind: str, words: str = "", note: str = "", *, name: str 
         outcome=UNSUPPORTED if words else EQUAL,
         words=words,
         note=note or NOTES.get(words, ""),
-        slow=True,
         package=package,
         kind=kind,
         settings=tuple(settings.items()),

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from infinity.errors import ConfigError
-from infinity.telemetry import METRICS, PREFIX, Stats
+from infinity.telemetry import METRICS, Stats
 from infinity.telemetry.exporter import StatsCollector, serve
 from infinity.telemetry.metrics import markdown
 
@@ -57,51 +56,6 @@ def test_promtool_accepts_the_exposition():
     text = exposition([snapshot(0), snapshot(1)])
     found = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
-
-
-def test_rank_metrics_have_the_prefix_and_rank_labels():
-    families = list(text_string_to_metric_families(exposition([snapshot(0), snapshot(1)])))
-    served = {family.name for family in families}
-    table = {PREFIX + metric.name.removesuffix("_total") for metric in METRICS if metric.server == "rank"}
-    assert served == table
-    labels = [sample.labels for family in families for sample in family.samples]
-    assert all((found["run"], found["rank"]) in (("run-1", "0"), ("run-1", "1")) for found in labels)
-
-
-def test_histogram_buckets_are_cumulative():
-    samples = {
-        sample.labels.get("le", sample.name): sample.value
-        for family in text_string_to_metric_families(exposition([snapshot()]))
-        if family.name == "infinity_step_duration_seconds"
-        for sample in family.samples
-    }
-    assert (samples["0.25"], samples["0.5"], samples["8.0"], samples["512.0"], samples["+Inf"]) == (
-        0,
-        1,
-        2,
-        2,
-        3,
-    )
-    assert samples["infinity_step_duration_seconds_count"] == 3
-
-
-def test_runs_with_equal_ranks_have_separate_series():
-    snapshots = [snapshot(rank, run) for run in ("one", "two") for rank in (0, 1)]
-    samples = [
-        (sample.name, tuple(sorted(sample.labels.items())))
-        for family in text_string_to_metric_families(exposition(snapshots))
-        for sample in family.samples
-    ]
-    assert len(set(samples)) == len(samples)
-    alone = exposition([snapshot(0, "one")])
-    assert len(samples) == 4 * sum(not line.startswith("#") for line in alone.splitlines())
-
-
-def test_the_number_of_series_per_node_is_limited():
-    """The limit of 1,500 per node includes the series of drives and daemon, which tests/daemon counts."""
-    snapshots = [snapshot(rank, world_size=8, devices=[f"nvme{index}" for index in range(4)]) for rank in range(8)]
-    series = [line for line in exposition(snapshots).splitlines() if not line.startswith("#")]
-    assert len(series) <= 1_330
 
 
 def get(port, path):

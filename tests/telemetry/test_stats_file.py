@@ -107,39 +107,6 @@ def test_a_stats_file_with_a_different_name_is_rejected(tmp_path):
         read_stats_file(copy)
 
 
-def test_anonymous_stats_have_no_file():
-    stats = make(None)
-    stats.counter("steps_total").add(2)
-    assert stats.path is None
-    assert stats.snapshot().value("steps_total") == 2
-    stats.close()
-    assert stats.snapshot().status == "ended"
-
-
-def test_unknown_names_are_rejected_with_suggestions(subtests):
-    for lookup, message in [
-        (lambda s: s.counter("io_byte_total"), "did you mean io_bytes_total?"),
-        (
-            lambda s: s.counter("io_bytes_total", op="raed", state="param", device="nvme0"),
-            "did you mean read?",
-        ),
-        (
-            lambda s: s.counter("io_bytes_total", op="read", state="master", device="nvme0"),
-            "state = 'master'",
-        ),
-        (lambda s: s.counter("io_bytes_total", op="read", state="param", device="nvme2"), "nvme0, nvme1"),
-        (lambda s: s.counter("io_bytes_total", op="read"), "labels (op, state, device)"),
-        (lambda s: s.counter("cache_slots", status="free"), "is of kind gauge"),
-        (lambda s: s.gauge("steps_total"), "is of kind counter"),
-        (lambda s: s.gauge("build_info"), "is of kind info"),
-        (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
-    ]:
-        with subtests.test(message):
-            with pytest.raises(ConfigError) as caught:
-                lookup(make(None))
-            assert message in str(caught.value)
-
-
 def test_invalid_arguments_are_rejected(subtests, tmp_path):
     for changes in [
         {"run_id": "../up"},
@@ -161,8 +128,6 @@ def test_an_unwritable_folder_error_names_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"telemetry\.runtime_dir"):
         make(tmp_path / "file" / "below")
-    with pytest.raises(ConfigError, match=r"run-a\.rank0\.stats is the path of a stats file"):
-        make(tmp_path / "run-a.rank0.stats")
 
 
 @contextlib.contextmanager
@@ -222,15 +187,6 @@ def test_a_rank_in_another_pid_namespace_is_identified_by_its_lock(tmp_path, mon
     copy.parent.mkdir()
     copy.write_bytes(stats.path.read_bytes())  # the same content, but without a lock
     assert read_stats_file(copy).status == "dead"
-
-
-def test_foreign_files_are_rejected_by_name(subtests, tmp_path):
-    for content in [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096]:
-        with subtests.test(content=content):
-            path = tmp_path / "x.stats"
-            path.write_bytes(content)
-            with pytest.raises(StatsFileError, match=r"x\.stats"):
-                read_stats_file(path)
 
 
 def test_irregular_files_are_rejected_without_blocking(tmp_path):
@@ -306,7 +262,7 @@ def test_impossible_counter_values_are_rejected(tmp_path):
         read_stats_file(stats.path)
         counter = stats.counter("steps_total")
         counter.add(wrong)
-        with pytest.raises(StatsFileError, match="steps_total"):
+        with pytest.raises(StatsFileError, match="negative"):
             read_stats_file(stats.path)
         counter._cells[counter._index] = 0.0
 

@@ -16,7 +16,6 @@ import typer
 
 from infinity.cli_errors import failures
 from infinity.config import Config
-from infinity.io.probe.quick import QuickRates
 from infinity_tools.trial_folders import PREFIX, trial_folders
 from support.command import environment, run_here
 from support.daemon_process import until
@@ -32,7 +31,7 @@ def _plan_for_ever(folder: str, errors: str) -> None:
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     os.chdir(folder)
     sys.argv = ["infinity", *PLAN, "--dtype", "fp32", "--nvme", "nvme"]
-    rates = {str(Path("nvme").resolve()): QuickRates(read=1e9, write=1e9, mixed=1e9)}
+    rates = {str(Path("nvme").resolve()): dict.fromkeys(("read", "write", "mixed"), 1e9)}
     with (
         patch("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates),
         patch("infinity_tools.plan.excerpt._STEPS", 10**9),

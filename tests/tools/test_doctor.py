@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +13,12 @@ import pytest
 
 import infinity
 from infinity.daemon_client import NodeDaemon
-from infinity.io.block_devices import locate
-from infinity_tools.doctor import check_groups, doctor_command, doctor_report, finding
+from infinity_tools.doctor import check_groups, doctor_command, doctor_report
 from infinity_tools.doctor.check_groups import GROUPS
-from infinity_tools.doctor.finding import Finding, Group, Status, Verdict, check, ok, problem
+from infinity_tools.doctor.finding import Finding, Group, Status, check, ok, problem
 from infinity_tools.doctor.world import World
 from support.command import Finished, run_here
 from support.daemon_process import daemon
-from support.doctor import matches
 
 FOLDER_CHECKS = [one.name for group in GROUPS for one in group.of_folders]
 MACHINE_CHECKS = [one.name for group in GROUPS for one in group.checks]
@@ -61,16 +56,6 @@ def test_json_reports_every_check_once(tmp_path: Path) -> None:
     assert (done.status, done.errors) == (2, ""), "a folder that cannot be created is a problem"
     assert list((tmp_path / "a").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tmp"]
-
-
-def test_check_names_are_unique_and_short() -> None:
-    """Names fit their column, and meanings are full sentences."""
-    names = FOLDER_CHECKS + MACHINE_CHECKS
-    assert len(set(names)) == len(names)
-    for group in GROUPS:
-        for one in (*group.of_folders, *group.checks):
-            assert len(one.name) <= 17
-            assert one.meaning.endswith("."), one.name
 
 
 def test_exit_status_is_worst_status(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +105,18 @@ def test_failing_or_hanging_check_becomes_warning(monkeypatch: pytest.MonkeyPatc
     ended = threading.Event()
 
     @check("fails")
-    def fails(world: World) -> Verdict:
+    def fails(world: World) -> Finding:
         """Raise an exception."""
         raise ZeroDivisionError("by\nzero")
 
     @check("hangs", seconds=0.01)
-    def hangs(world: World) -> Verdict:
+    def hangs(world: World) -> Finding:
         """Wait forever."""
         ended.wait()
         return ok("late")
 
     @check("works")
-    def works(world: World) -> Verdict:
+    def works(world: World) -> Finding:
         """Report a problem."""
         return problem("bad", "do it")
 
@@ -169,38 +154,6 @@ def test_doctor_shows_data_from_daemon(tmp_path: Path) -> None:
     assert (bandwidth["status"], bandwidth["value"]) == ("ok", "read 3.21 GB/s, write 1.50 GB/s, mixed 2.00 GB/s")
     assert listed["daemon", None]["value"] == f"infinityd {infinity.__version__} is running"
     assert "besides 3 MiB reserved" in listed["space", str(nvme)]["value"]
-
-
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is not a separate file system")
-def test_tmpfs_folder_is_detected() -> None:
-    """The checks read /proc and /sys of the running kernel."""
-    place = tempfile.mkdtemp(dir="/dev/shm")
-    try:
-        listed = found(run_here("doctor", place, "--json"))
-    finally:
-        os.rmdir(place)  # fails unless it is empty
-    assert locate("/dev/shm").in_memory
-    assert "in memory" in listed["file system", place]["value"]
-    assert "in memory" in listed["drive", place]["value"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_folder_of_another_user_is_a_problem() -> None:
-    """The suggested fix creates the folder for the current user."""
-    place = Path(tempfile.mkdtemp(dir="/tmp"))
-    run_here("doctor", place, "--json")  # imports modules that another user cannot read
-    os.seteuid(65534)
-    try:
-        done = run_here("doctor", place, place / "new", "--json")
-    finally:
-        os.seteuid(0)
-        shutil.rmtree(place)
-    listed = found(done)
-    for path in (place, place / "new"):
-        one = listed["folder", str(path)]
-        fix = f"install -d -o 65534 -g {os.getegid()} {path}"
-        assert matches(Finding(**{**one, "status": Status(one["status"])}), "problem", "Permission denied", fix)
-    assert done.status == 2
 
 
 @pytest.fixture
@@ -253,7 +206,3 @@ def test_report_replaces_names_as_full_words(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", "/home/al")
     assert doctor_report.without_names("/home/al /home/al/x /home/alice") == "~ ~/x /home/alice"
     assert doctor_report.without_names("db:/x dbus a-db root") == "<host>:/x dbus a-db root"
-
-
-def test_worst_status_without_findings_is_ok() -> None:
-    assert finding.worst([]) is Status.OK

@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,9 +16,9 @@ import pytest
 
 from infinity.io.ring import RingRefusedError
 from infinity.memory.cgroups import cores_of_groups
-from infinity_tools.doctor import io_engine, memory, processor_check, software
+from infinity_tools.doctor import memory, software
 from infinity_tools.doctor.world import World
-from support.doctor import GIB, Machine, matches
+from support.doctor import GIB, Machine, matches, meminfo_text
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -78,47 +77,36 @@ def test_transformers_and_numba_are_optional(machine: Machine, monkeypatch: pyte
         assert matches(machine.look(check), status)
 
 
-def test_installed_returns_version_or_none() -> None:
-    assert software.installed("torch") == metadata.version("torch")
-    assert software.installed("no-such-package") is None
+MEMORY_MAX = {"memory.max": str(4 * GIB), "memory.current": str(GIB), "memory.stat": "inactive_file 0\n"}
 
 
-def test_memory_respects_control_group_limit(machine: Machine) -> None:
-    assert matches(machine.look(memory.memory), "ok", "60 GiB available of 64 GiB")
-    machine.group(memory_max=str(4 * GIB), memory_current=str(GIB), memory_stat="inactive_file 0\n")
-    assert matches(
-        machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory"
-    )
-
-
-def test_host_cache_is_quarter_of_available_memory(subtests: pytest.Subtests, machine: Machine) -> None:
-    for available, status, says in [
-        (60 * GIB, "ok", "15 GiB"),
-        (GIB // 2, "warning", "128 MiB"),
-        (0, "problem", "0 B"),
-    ]:
-        with subtests.test(available=available):
-            machine.memory(available=available)
-            assert matches(machine.look(memory.host_cache), status, says)
-
-
-def test_used_swap_is_a_warning(subtests: pytest.Subtests, machine: Machine) -> None:
-    for swap, free, status, says in [
-        (0, 0, "ok", "none"),
-        (4, 4, "ok", "0 B used of 4 GiB"),
-        (4, 2, "warning", "2 GiB used of 4 GiB"),
-    ]:
-        with subtests.test(says):
-            machine.memory(swap=swap * GIB, free=free * GIB)
-            assert matches(machine.look(memory.swap), status, says)
-
-
-def test_strict_overcommit_is_a_warning(machine: Machine) -> None:
-    assert matches(machine.look(memory.overcommit), "ok")
-    machine.write("proc/sys/vm/overcommit_memory", "2\n")
-    assert matches(
-        machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0"
-    )
+def test_checks_of_files_in_proc_and_sys(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The default size of the host cache is a quarter of the available memory."""
+    for number, (check, files, status, says, fix) in enumerate([
+        (memory.memory, {}, "ok", "60 GiB available of 64 GiB", ""),
+        (memory.memory, {f"sys/fs/cgroup/{name}": text for name, text in MEMORY_MAX.items()}, "note",
+         "3 GiB within the limit of a control group, of 60 GiB", "--memory"),
+        (memory.host_cache, {}, "ok", "15 GiB", ""),
+        (memory.host_cache, {"proc/meminfo": meminfo_text(available=GIB // 2)}, "warning", "128 MiB", ""),
+        (memory.host_cache, {"proc/meminfo": meminfo_text(available=0)}, "problem", "0 B", ""),
+        (memory.swap, {}, "ok", "none", ""),
+        (memory.swap, {"proc/meminfo": meminfo_text(swap=4 * GIB, free=4 * GIB)}, "ok", "0 B used of 4 GiB", ""),
+        (memory.swap, {"proc/meminfo": meminfo_text(swap=4 * GIB, free=2 * GIB)}, "warning", "2 GiB used of 4 GiB", ""),
+        (memory.overcommit, {}, "ok", "", ""),
+        (memory.overcommit, {"proc/sys/vm/overcommit_memory": "2\n"}, "warning", "vm.overcommit_memory is 2",
+         "sysctl vm.overcommit_memory=0"),
+        (software.bf16, {"proc/cpuinfo": "flags : avx2 amx_bf16"}, "ok", "", ""),
+        (software.bf16, {"proc/cpuinfo": "Features : asimd bf16"}, "ok", "", ""),
+        (software.bf16, {"proc/cpuinfo": "flags : avx512bw avx512dq avx512vl"}, "note", "emulated", ""),
+        (software.bf16, {"proc/cpuinfo": "flags : avx2"}, "warning", "plain loops", ""),
+        (software.numa, {}, "ok", "one node", ""),
+        (software.numa, {"sys/devices/system/node/node1/cpulist": "1"}, "note", "2 nodes", "--numa-binding"),
+    ]):  # fmt: skip
+        with subtests.test(check.name, status=status, says=says):
+            machine = Machine(tmp_path / str(number))
+            for name, text in files.items():
+                machine.write(name, text)
+            assert matches(machine.look(check), status, says, fix)
 
 
 def test_huge_pages(subtests: pytest.Subtests, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +198,7 @@ def test_cores(subtests: pytest.Subtests, machine: Machine, monkeypatch: pytest.
             monkeypatch.setattr(os, "cpu_count", lambda: 16)
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
             machine.group(cpu_max=quota)
-            assert matches(machine.look(processor_check.cores), status, says, fix)
+            assert matches(machine.look(software.cores), status, says, fix)
 
 
 def test_cgroup_v1_quota_is_smallest_of_hierarchy(machine: Machine) -> None:
@@ -225,27 +213,6 @@ def test_cgroup_v1_quota_is_smallest_of_hierarchy(machine: Machine) -> None:
     assert cores_of_groups(here.root) == 1.5
 
 
-def test_bf16_support_on_x86_and_arm(subtests: pytest.Subtests, machine: Machine) -> None:
-    for text, status in [
-        ("flags : avx2 amx_bf16", "ok"),
-        ("Features : asimd bf16", "ok"),
-        ("flags : avx512bw avx512dq avx512vl", "note"),
-        ("flags : avx2", "warning"),
-        (None, "note"),
-    ]:
-        with subtests.test(text=text):
-            machine.write("proc/cpuinfo", text or "")
-            if text is None:
-                (machine.root / "proc/cpuinfo").unlink()
-            assert matches(machine.look(processor_check.bf16), status)
-
-
-def test_several_numa_nodes_are_a_note(machine: Machine) -> None:
-    assert matches(machine.look(processor_check.numa), "ok", "one node")
-    (machine.root / "sys/devices/system/node/node1").mkdir()
-    assert matches(machine.look(processor_check.numa), "note", "2 nodes", "--numa-binding")
-
-
 def test_io_uring_failure_reports_reason_and_fix(
     subtests: pytest.Subtests, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,23 +220,23 @@ def test_io_uring_failure_reports_reason_and_fix(
         (errno.EPERM, "2", "0", "6.8.0", "sysctl kernel.io_uring_disabled=0"),
         (errno.EPERM, "0", "2", "6.8.0", "seccomp"),
         (errno.EPERM, "", "2", "5.15.0", "seccomp"),
-        (errno.ENOSYS, "", "0", "5.4.0-100-generic", "Linux 5.6 or newer"),
+        (errno.ENOSYS, "", "0", "5.4.0-100-generic", "Linux 6.1 or newer"),
         (errno.ENOSYS, "", "0", "6.8.0", "CONFIG_IO_URING"),
         (errno.ENOSYS, "", "2", "6.8.0", "seccomp"),
-        (errno.EINVAL, "", "0", "5.15.0", "Linux 6.1 or newer"),
+        (errno.EINVAL, "", "2", "5.15.0", "Linux 6.1 or newer"),
         (errno.ENOMEM, "", "0", "5.10.0", "ulimit -l"),
     ]:
         with subtests.test(fix):
-            monkeypatch.setattr(io_engine, "Ring", mock.Mock(side_effect=RingRefusedError(code)))
+            monkeypatch.setattr(software, "Ring", mock.Mock(side_effect=RingRefusedError(code)))
             monkeypatch.setattr(platform, "release", lambda: kernel)
             machine.write("proc/self/status", f"Seccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
             machine.write("proc/sys/kernel/io_uring_disabled", disabled)
-            assert matches(machine.look(io_engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
+            assert matches(machine.look(software.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
 
 
 def test_available_io_uring_is_ok(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring created by the check is closed."""
     closed = []
-    monkeypatch.setattr(io_engine, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
-    assert matches(machine.look(io_engine.io_uring), "ok", "allowed")
+    monkeypatch.setattr(software, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
+    assert matches(machine.look(software.io_uring), "ok", "allowed")
     assert closed == [33]

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from infinity.io.alignment import AlignedFile
 from infinity.io.block_devices import Drive, Mount, Place, Space
+from infinity.io.engine import DataFile
 from infinity.store.folder import FolderLock
 from infinity.store.marker import new_run_id
 from infinity_tools.doctor import storage
@@ -121,40 +121,31 @@ def test_file_system_without_size_is_a_problem(
     assert matches(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
 
 
-def fake_open(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Open files with the given direct I/O properties."""
-
-    def opened(path: str, flags: int) -> AlignedFile:
-        return AlignedFile(**{"fd": os.open(path, flags), "direct": True, "alignment": 512, **values})
-
-    monkeypatch.setattr(worlds, "open_aligned", opened)
+def fails(code: int) -> mock.Mock:
+    """Return a function that raises an `OSError`."""
+    return mock.Mock(side_effect=OSError(code, os.strerror(code)))
 
 
-def test_direct_io_alignment_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_open(monkeypatch)
-    assert matches(look(storage.direct, tmp_path), "ok", "aligned to 512 bytes")
-    fake_open(monkeypatch, alignment=16384)
-    assert matches(look(storage.direct, tmp_path), "problem", "16384", "ext4")
-    fake_open(monkeypatch, direct=False, alignment=1)
-    assert matches(look(storage.direct, tmp_path), "warning", "no O_DIRECT", "ext4 or XFS")
-    assert list(tmp_path.glob(".infinity*")) == []
-
-
-def test_failed_direct_write_is_reported(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_io(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system may accept O_DIRECT in open() and still fail in pwrite()."""
-    for code, status, says in [(errno.EINVAL, "problem", "Invalid argument"), (errno.ENOSPC, "note", "no space")]:
-        with subtests.test(says):
-            fake_open(monkeypatch)
-            monkeypatch.setattr(os, "pwritev", mock.Mock(side_effect=OSError(code, os.strerror(code))))
-            assert matches(look(storage.direct, tmp_path), status, says)
+    for file, functions, status, says, fix in [
+        ({}, {}, "ok", "aligned to 512 bytes", ""),
+        ({"alignment": 16384}, {}, "problem", "16384", "ext4"),
+        ({"direct": False, "alignment": 1}, {}, "warning", "no O_DIRECT", "ext4 or XFS"),
+        ({}, {"pwritev": fails(errno.EINVAL)}, "problem", "Invalid argument", "dmesg"),
+        ({}, {"pwritev": fails(errno.ENOSPC)}, "note", "no space", "infinity store rm"),
+        ({}, {"preadv": lambda *_: 4096}, "problem", "differs", "dmesg"),
+    ]:
 
+        def opened(path: str, flags: int, file: dict[str, Any] = file) -> DataFile:
+            return DataFile(**{"path": path, "fd": os.open(path, flags), "direct": True, "alignment": 512, **file})
 
-def test_corrupted_direct_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_open(monkeypatch)
-    monkeypatch.setattr(os, "preadv", lambda *_: 4096)
-    assert matches(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
+        with subtests.test(says), monkeypatch.context() as patched:
+            patched.setattr(worlds, "open_aligned", opened)
+            for name, function in functions.items():
+                patched.setattr(os, name, function)
+            assert matches(look(storage.direct, tmp_path), status, says, fix)
+    assert list(tmp_path.glob(".infinity*")) == []
 
 
 def test_fallocate_errors(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +164,6 @@ def test_fallocate_errors(subtests: pytest.Subtests, tmp_path: Path, monkeypatch
 
             monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
             assert matches(look(storage.allocation, tmp_path), status, says, fix)
-
-
-def test_fallocate_extends_file(tmp_path: Path) -> None:
-    at = World.of([str(tmp_path)], tmp_path).folders[0]
-    with at.trial() as file:
-        if storage._libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(1 << 20)) == 0:
-            assert os.fstat(file.fd).st_size == 1 << 20
 
 
 def test_free_space_excludes_reservations(

@@ -13,7 +13,6 @@ import pytest
 import infinity
 from infinity.content.format import Role
 from infinity.daemon_client import NodeDaemon
-from infinity.io.probe.quick import QuickRates
 from infinity_tools.train.recipe import of_words
 from support.command import run_here
 
@@ -202,7 +201,7 @@ def test_runtime_folder_selects_daemon(
     """The folder comes from `--runtime-dir` or the settings file, and is kept in the planned settings."""
     asked: list[Path] = []
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op, **values: asked.append(self._socket.parent))
-    rates = {str(tmp_path): QuickRates(read=1e9, write=1e9, mixed=1e9)}
+    rates = {str(tmp_path): dict.fromkeys(("read", "write", "mixed"), 1e9)}
     monkeypatch.setattr("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates)
     config = tmp_path / "some.toml"
     config.write_text(f'[storage]\npaths = ["{tmp_path}"]\n[telemetry]\nruntime_dir = "{tmp_path}/run"\n')

@@ -21,7 +21,6 @@ from support.command import environment, run_here
 
 MIB = 1 << 20
 TINY = ["--size", "1MiB", "--block", "4KiB,64KiB", "--depth", "1", "--depth", "2", "--seconds", "0.02"]
-NO_FIO = [*TINY, "--no-fio"]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def places(tmp_path: Path) -> list[Path]:
 
 def test_json_contains_all_measurements(places: list[Path], tmp_path: Path) -> None:
     """Nothing else is printed."""
-    done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--json")
+    done = run_here("probe", *places, *TINY, "--sustained", "--sustained-bytes", "2MiB", "--json")
     assert done.status == 0, done.errors
     assert not done.errors
     found = json.loads(done.output)
@@ -59,35 +58,23 @@ def test_json_contains_all_measurements(places: list[Path], tmp_path: Path) -> N
 
 
 def test_together_is_relative_to_sum_of_single_folders(places: list[Path]) -> None:
-    """The comparison uses the recommended settings."""
-    found = run_here("probe", *places, *NO_FIO, "--json").summary
+    """The comparison uses the recommended settings. There is none for a single folder."""
+    found = run_here("probe", *places, *TINY, "--json").summary
     size = found["recommended"]["request_bytes"], found["recommended"]["queue_depth"]
 
     def total(of: dict[str, list[dict[str, Any]]], load: str) -> int:
-        return sum(
-            one["bytes_per_second"]
-            for measured in of.values()
-            for one in measured
-            if one["load"] == load and (one["block_bytes"], one["depth"]) == size
-        )
+        measured = [one for rows in of.values() for one in rows if one["load"] == load]
+        return sum(one["bytes_per_second"] for one in measured if (one["block_bytes"], one["depth"]) == size)
 
     for load, share in found["together_of_alone"].items():
         assert share == pytest.approx(total(found["paths"], load) / total(found["alone"], load), rel=1e-3)
-
-
-def test_alone_option_selects_measurements(subtests: pytest.Subtests, places: list[Path]) -> None:
-    """With a single folder, the option has no effect."""
-    for alone, points in [("point", 3), ("all", 12), ("no", 0)]:
-        with subtests.test(alone=alone):
-            found = run_here("probe", *places, *NO_FIO, "--alone", alone, "--json").summary
-            assert [len(one) for one in found["alone"].values()] == ([points, points] if points else [])
-            assert run_here("probe", places[0], *NO_FIO, "--alone", alone, "--json").summary["alone"] == {}
+    assert run_here("probe", places[0], *TINY, "--json").summary["alone"] == {}
 
 
 def test_out_writes_json_settings_and_plot(places: list[Path], tmp_path: Path) -> None:
     """The settings in the file are also printed."""
     out = tmp_path / "out" / "here"
-    done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--out", out)
+    done = run_here("probe", *places, *TINY, "--sustained", "--sustained-bytes", "2MiB", "--out", out)
     assert done.status == 0, done.errors
     found = json.loads((out / "probe.json").read_text())
     assert (out / "probe.png").read_bytes().startswith(b"\x89PNG")
@@ -121,7 +108,7 @@ def test_report_fits_terminal_width(
     for width in [60, 80, 120]:
         with subtests.test(width=width):
             monkeypatch.chdir(places[0].parent)
-            words = ["probe", "a", "b[x]", *NO_FIO, "--sustained", "--sustained-bytes", "2MiB"]
+            words = ["probe", "a", "b[x]", *TINY, "--sustained", "--sustained-bytes", "2MiB"]
             done = CliRunner().invoke(app, words, env={"COLUMNS": str(width)}, catch_exceptions=False)
             assert done.exit_code == 0
             lines = [line for line in done.stdout.splitlines() if not line.startswith("paths = ")]
@@ -139,14 +126,14 @@ def test_report_fits_terminal_width(
 def test_time_and_bytes_are_announced_first(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are upper bounds."""
     monkeypatch.setenv("COLUMNS", "500")
-    done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--sustained-seconds", "5")
+    done = run_here("probe", *places, *TINY, "--sustained", "--sustained-bytes", "2MiB", "--sustained-seconds", "5")
     said = " ".join(done.errors.split())
-    # 12 points together, 3 alone in each folder, 3 rounds of 2 to confirm the size, and the same for the engines.
-    assert "30 measurements of 0.02 s: 0.6 s" in said
+    # 12 points together, 3 alone in each folder, and 3 rounds of 2 to confirm the size.
+    assert "24 measurements of 0.02 s: 0.48 s" in said
     assert "sustained writes: up to 2 MiB per folder, for up to 5 s" in said
-    # The file, 8 measurements that write together, 2 alone, 12 in rounds, 1 MiB each; and 2 MiB of sustained writes.
-    assert f"writes up to 25 MiB to {places[0]}" in said
-    one = run_here("probe", places[0], *NO_FIO, "--engine", "threads", "--alone", "all")
+    # The file, 8 measurements that write together, 2 alone, 6 in rounds, 1 MiB each; and 2 MiB of sustained writes.
+    assert f"writes up to 19 MiB to {places[0]}" in said
+    one = run_here("probe", places[0], *TINY)
     assert "18 measurements of 0.02 s" in " ".join(one.errors.split())
 
 
@@ -156,7 +143,7 @@ def test_stopped_probe_removes_its_files(number: int, places: list[Path], tmp_pa
     (tmp_path / "tmp").mkdir(exist_ok=True)
     words = ["probe", *map(str, places), "--size", "4MiB", "--block", "64KiB", "--depth", "1", "--seconds", "600"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *words, "--no-fio"],
+        [sys.executable, "-m", "infinity_tools", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path / "tmp"),
     )  # fmt: skip
     end = time.monotonic() + 300

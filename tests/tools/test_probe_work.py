@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError
 from infinity.io.probe import targets
-from infinity.io.probe.latency import Latencies
+from infinity.io.probe.latency import latency_of
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained
 from infinity_tools.probe.probe_plot import figure
@@ -36,38 +35,30 @@ def measured(point: Point, speed: float) -> Measurement:
         read_bytes_per_second=speed,
         write_bytes_per_second=0.0,
         seconds=1.0,
-        latency=Latencies([1e-3]).summary(),
+        latency=latency_of([1e-3]),
     )
 
 
 class FakeBench:
-    """Bench with scripted speeds, by size, engine and number of measurements."""
+    """Bench with scripted speeds, by size and number of measurements."""
 
-    def __init__(self, speed: Callable[[tuple[int, int], str, int], float], engine: str = "io_uring") -> None:
-        self.speed, self.engine = speed, engine
-        self.targets = {"d": SimpleNamespace(engine=SimpleNamespace(name=engine))}
-        self.asked: Counter[tuple[tuple[int, int], str]] = Counter()
+    def __init__(self, speed: Callable[[tuple[int, int], int], float]) -> None:
+        self.speed = speed
+        self.asked: Counter[tuple[int, int]] = Counter()
 
     def measure(self, point: Point, *, seconds: float, most_written: int, paths: Sequence[str]) -> Any:
         assert most_written >= point.flight
         size = point.block_bytes, point.depth
         if point.load is Load.BOTH:
-            self.asked[size, self.engine] += 1
-        return {"d": measured(point, self.speed(size, self.engine, self.asked[size, self.engine]))}
-
-    @contextmanager
-    def through(self, engine: str, point: Point) -> Iterator[FakeBench]:
-        """Yield a bench that uses a different engine."""
-        other = FakeBench(self.speed, engine)
-        other.asked = self.asked
-        yield other
+            self.asked[size] += 1
+        return {"d": measured(point, self.speed(size, self.asked[size]))}
 
 
 def ask_for(**values: object) -> Ask:
     """Return the parameters of a probe of one folder."""
     usual: dict[str, object] = {
-        "paths": ("d",), "file_bytes": MIB, "points": POINTS, "seconds": 1.0, "engine": "auto", "alone": "point",
-        "sustained_bytes": None, "sustained_seconds": 1.0, "fio": None, "runtime": Path("none"),
+        "paths": ("d",), "file_bytes": MIB, "points": POINTS, "seconds": 1.0, "engine": "auto",
+        "sustained_bytes": None, "sustained_seconds": 1.0, "runtime": Path("none"),
     }  # fmt: skip
     return Ask(**(usual | values))  # type: ignore[arg-type]
 
@@ -81,48 +72,32 @@ def chosen(bench: FakeBench, **values: object) -> Choice:
 
 
 def test_defaults_are_kept_if_nothing_is_faster() -> None:
-    """Only the engines are compared."""
-    bench = FakeBench(lambda size, engine, time: 100.0)
+    bench = FakeBench(lambda size, time: 100.0)
     choice = chosen(bench)
     assert (choice.block_bytes, choice.depth, choice.engine) == (*USUAL, "auto")
     assert choice.is_usual
-    assert choice.sizes is None
-    assert bench.asked[USUAL, "threads"] == 3
-    assert bench.asked[USUAL, "io_uring"] == 4
+    assert choice.gain is None
+    assert set(bench.asked.values()) == {1}
 
 
 def test_single_fast_measurement_is_not_recommended() -> None:
-    choice = chosen(FakeBench(lambda size, engine, time: 200.0 if size == SMALL and time == 1 else 100.0))
+    choice = chosen(FakeBench(lambda size, time: 200.0 if size == SMALL and time == 1 else 100.0))
     assert choice.is_usual
-    assert choice.sizes is None
+    assert choice.gain is None
 
 
 def test_confirmed_faster_size_is_recommended() -> None:
     """The reported gain comes from the confirmation rounds."""
-    choice = chosen(FakeBench(lambda size, engine, time: (200.0 if time == 1 else 150.0) if size == SMALL else 100.0))
+    choice = chosen(FakeBench(lambda size, time: (200.0 if time == 1 else 150.0) if size == SMALL else 100.0))
     assert (choice.block_bytes, choice.depth) == SMALL
-    assert choice.sizes is not None
-    assert choice.sizes.ratio == pytest.approx(1.5)
-
-
-def test_threads_must_be_3_percent_faster() -> None:
-    for speed, engine in [(102.0, "auto"), (104.0, "threads"), (50.0, "auto")]:
-        choice = chosen(FakeBench(lambda size, engine, time: speed if engine == "threads" else 100.0))
-        assert (choice.engine, choice.engines is None) == (engine, False), speed
-
-
-def test_fixed_engine_is_not_compared() -> None:
-    """The engine was requested, or the kernel does not allow io_uring."""
-    for asked, used in [("threads", "threads"), ("io_uring", "io_uring"), ("auto", "threads")]:
-        choice = chosen(FakeBench(lambda size, engine, time: 100.0, used), engine=asked)
-        assert (choice.engine, choice.engines) == (asked, None)
+    assert choice.gain == pytest.approx(1.5)
 
 
 def test_unmeasured_defaults_are_not_recommended() -> None:
-    choice = chosen(FakeBench(lambda size, engine, time: 100.0), points=points_of(list(Load), [MIB], [1, 4]))
+    choice = chosen(FakeBench(lambda size, time: 100.0), points=points_of(list(Load), [MIB], [1, 4]))
     assert (choice.block_bytes, choice.depth) == SMALL
     assert not choice.usual_measured
-    assert choice.sizes is None
+    assert choice.gain is None
 
 
 def test_space_check_counts_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +113,10 @@ def test_space_check_counts_both_files(tmp_path: Path, monkeypatch: pytest.Monke
 def report(sustained: dict[str, Sustained]) -> Report:
     """Return a report of two folders."""
     found = {path: tuple(measured(point, 1e9) for point in POINTS) for path in ("a $x$ y", "b")}
-    choice = chosen(FakeBench(lambda size, engine, time: 100.0))
+    choice = chosen(FakeBench(lambda size, time: 100.0))
     return Report(
-        ask=ask_for(paths=tuple(found)), engine="io_uring", together=found, alone={}, choice=choice, fio={},
-        fio_error="", sustained=sustained, written={}, kept=DaemonRecord(done=False, says=""),
+        ask=ask_for(paths=tuple(found)), engine="io_uring", together=found, alone={}, choice=choice,
+        sustained=sustained, written={}, kept=DaemonRecord(done=False, says=""),
     )  # fmt: skip
 
 
@@ -150,7 +125,7 @@ def test_plot_has_panel_for_each_measurement() -> None:
     assert [len(axes.lines) for axes in figure(report({})).axes] == [2, 2, 2, 4] * 2
     for falls in (True, False):
         slices = (100,) * 20 + ((10,) * 20 if falls else ())
-        one = Sustained(written=sum(slices), measurement=measured(POINTS[0], 1.0), slice_seconds=1.0, slices=slices)
+        one = Sustained(written=sum(slices), measurement=measured(POINTS[0], 1.0), slices=slices)
         drawn = figure(report({"a $x$ y": one, "b": one}))
         assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 2, 4, 1 + falls] * 2
         drawn.canvas.draw()

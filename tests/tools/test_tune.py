@@ -81,7 +81,7 @@ def test_tune_writes_journal_plot_and_json(tuned: tuple[Path, dict[str, Any]]) -
     assert sum(summary["trials"].values()) == len(journal)
     assert summary["written_bytes"] > summary["parameters"] * 14, "every trial stores the model"
     assert (folder / "tuned/tune.png").read_bytes().startswith(b"\x89PNG")
-    assert len((folder / "tuned/trials.jsonl").read_text().splitlines()) == 1 + len(journal)
+    assert len(json.loads((folder / "tuned/trials.json").read_text())["trials"]) == len(journal)
     assert summary["faster"] == (summary["best"] != summary["start"])
     if not summary["faster"]:
         assert summary["gain"]["over_start"] == 1.0
@@ -110,7 +110,7 @@ def test_resume_reuses_completed_trials(tuned: tuple[Path, dict[str, Any]], monk
     """Within the same time limit, no new trial is run; a different search is rejected."""
     folder, summary = tuned
     monkeypatch.chdir(folder)
-    journal = folder / "tuned/trials.jsonl"
+    journal = folder / "tuned/trials.json"
     before = journal.read_text()
     again = run_here(*SMALL, "--minutes", "0.1", "--repeats", "1", "--json", "--resume")
     assert again.status == 0, again.errors
@@ -158,7 +158,6 @@ def test_worker_cleans_up_after_killed_search(tmp_path: Path) -> None:
 
 
 def test_next_search_removes_leftovers_of_killed_search(tmp_path: Path) -> None:
-    """Folders of another active search are kept."""
     process = begin(tmp_path)
     started = workers(process.pid)
     for one in (*started, psutil.Process(process.pid)):
@@ -167,10 +166,7 @@ def test_next_search_removes_leftovers_of_killed_search(tmp_path: Path) -> None:
     assert ended(started)
     assert leftovers(tmp_path / "nvme")
     telemetry = load_config(None).telemetry
-    with trial_folders([str(tmp_path / "nvme")], telemetry) as first:
-        with trial_folders([str(tmp_path / "nvme")], telemetry):
-            assert len(list((tmp_path / "nvme").glob(f"{PREFIX}*"))) == 2
-        assert Path(first[0]).is_dir()
+    with trial_folders([str(tmp_path / "nvme")], telemetry):
         assert len(list((tmp_path / "nvme").iterdir())) == 1
     assert list((tmp_path / "nvme").iterdir()) == []
 
@@ -197,25 +193,15 @@ def wait_for_trials(
     process: subprocess.Popen[str], folder: Path, done: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
     """Wait until the trials in the journal satisfy `done`, and return them."""
-    journal, deadline = folder / "tuned/trials.jsonl", time.monotonic() + 300
+    journal, deadline = folder / "tuned/trials.json", time.monotonic() + 300
     rows: list[dict[str, Any]] = []
     while not done(rows):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
         if journal.exists():
-            rows = [json.loads(line) for line in journal.read_text().splitlines(keepends=True)[1:] if line[-1] == "\n"]
+            rows = json.loads(journal.read_text())["trials"]
     return rows
-
-
-def test_unusable_start_settings_are_rejected(tmp_path: Path) -> None:
-    """Nothing remains on the drive."""
-    done = run_here(*SMALL, "--host-memory", "64KiB")
-    assert done.status == 2
-    (line,) = [line for line in done.errors.splitlines() if line.startswith("error")]
-    assert ": the host cache is too small" in line
-    assert leftovers(tmp_path) == []
-    assert not (tmp_path / "nvme").exists()
 
 
 def test_settings_file_is_kept_except_tuned_settings(tmp_path: Path) -> None:
@@ -233,7 +219,7 @@ def test_settings_file_is_kept_except_tuned_settings(tmp_path: Path) -> None:
     assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (found.storage.retries, found.run.retained_checkpoints, found.run.resume) == (5, 2, "latest")
     assert found.activations.tier == "nvme"
-    rows = [json.loads(line) for line in (tmp_path / "tuned/trials.jsonl").read_text().splitlines()[1:]]
+    rows = json.loads((tmp_path / "tuned/trials.json").read_text())["trials"]
     assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], (
         "the second trial requires enough time"
     )
@@ -262,7 +248,7 @@ def test_trials_use_training_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Trials, "_measure", look)
     workload = Workload(model="tiny", dtype="bf16", activation_checkpointing=True, batch_tokens=512, micro_tokens=None,
-                        loss_tokens=100, seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
+                        loss_tokens=100, seq=32, max_grad_norm=None, threads=1)  # fmt: skip
     outcome = Trials(workload).run(settings, {}, [str(tmp_path)], Bounds())
     assert outcome.kind == "measured", outcome.reason
     ((tokens, kept),) = seen

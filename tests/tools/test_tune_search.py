@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -24,6 +24,12 @@ DEFAULTS = {
     "update.cores": -1, "storage.engine": "auto", "state.format": "fp32", "memory.host_bytes": 2 * GIB,
 }  # fmt: skip
 """Default values of the tuned settings."""
+
+
+def candidates(space: Space) -> list[dict[str, Any]]:
+    """Return all candidates of a space."""
+    rows = product(*(setting.values for setting in space.settings))
+    return [dict(zip((setting.name for setting in space.settings), row, strict=True)) for row in rows]
 
 
 class Landscape:
@@ -58,7 +64,7 @@ class Landscape:
         seconds = self.seconds(candidate) * slow
         wall = TRIAL * (0.4 + 0.6 * seconds)
         self.now += wall
-        return Outcome(kind="measured", seconds=seconds, samples=(seconds,), wall=wall)
+        return Outcome(kind="measured", seconds=seconds, wall=wall)
 
     def best(self) -> float:
         """Return the shortest step time of all candidates."""
@@ -89,49 +95,29 @@ def test_search_finds_near_optimum_in_tenth_of_sweep_time(subtests: pytest.Subte
             reached = 0
             for seed in range(40):
                 land = Landscape(grid(start), seed, noise=noise, drift=0.1)
-                sweep = sum(TRIAL * (0.4 + 0.6 * land.seconds(one)) for one in land.space.all())
-                found = land.search(sweep / 10, repeats=1, seed=seed)
+                sweep = sum(TRIAL * (0.4 + 0.6 * land.seconds(one)) for one in candidates(land.space))
+                found = land.search(sweep / 10, repeats=1)
                 assert land.now <= 1.1 * sweep / 10
                 reached += land.best() / land.seconds(found.best) >= 0.95
             assert reached >= most
 
 
 def test_search_finds_near_optimum_of_real_space() -> None:
-    """The space has thousands of candidates, and the search takes half an hour of simulated time."""
+    """The search takes half an hour of simulated time."""
     limits = Limits(host_bytes=2 * GIB, cores=8, formats="any")
     start = dict(make_space(DEFAULTS, limits, {}).start)
     reached = []
     for seed in range(10):
         land = Landscape(make_space(start, limits, {}), seed, noise=0.02)
-        found = land.search(600 * TRIAL, seed=seed)
+        found = land.search(600 * TRIAL)
         reached.append(land.best() / land.seconds(found.best))
-    assert land.space.size > 20_000
     assert sorted(reached)[2] >= 0.95, reached
-
-
-def test_noise_alone_changes_no_setting() -> None:
-    for seed in range(10):
-        land = Landscape(grid(1), seed, noise=0.03, flat=True)
-        found = land.search(60 * TRIAL, seed=seed)
-        assert (found.is_faster, found.best) == (False, land.space.start), seed
 
 
 def test_false_gains_are_rare() -> None:
     """At most 10 of 100 flat landscapes report a gain."""
     wrong = [seed for seed in range(100) if Landscape(grid(1), seed, noise=0.03, flat=True).search(180).is_faster]
     assert len(wrong) <= 10, wrong
-
-
-def test_result_contains_only_useful_changes() -> None:
-    """Every changed setting of the result gains at least 1 %."""
-    for seed in range(20):
-        land = Landscape(grid(1), seed, noise=0.0)
-        land.weights["storage.queue_depth"] = 0.004  # too small to report
-        found = land.search(200 * TRIAL, seed=seed)
-        assert found.best["storage.queue_depth"] == land.space.start["storage.queue_depth"]
-        for name, value in land.space.changes(found.best, found.start).items():
-            without = {**found.best, name: found.start[name]}
-            assert land.seconds(without) > 1.01 * land.seconds(found.best), (name, value)
 
 
 def test_failed_candidate_does_not_stop_search() -> None:
@@ -142,9 +128,7 @@ def test_failed_candidate_does_not_stop_search() -> None:
     kinds = {trial.outcome.kind for trial in search.trials}
     assert kinds == {"measured", "failed"}
     assert found.best["memory.page_bytes"] != 4 * MIB
-    assert [t.relative for t in search.trials if t.outcome.kind == "failed"] == [None] * sum(
-        trial.outcome.kind == "failed" for trial in search.trials
-    )
+    assert {trial.relative for trial in search.trials if trial.outcome.kind == "failed"} == {None}
 
 
 def test_failed_start_stops_search() -> None:
@@ -157,7 +141,7 @@ def test_failed_start_stops_search() -> None:
 def test_best_candidate_is_remeasured_regularly() -> None:
     """Ratios compare trials that are close in time, and the final comparison alternates start and winner."""
     land = Landscape(grid(1), 1, noise=0.01)
-    found = land.search(80 * TRIAL, repeats=5, seed=1)
+    found = land.search(80 * TRIAL, repeats=5)
     roles = [role for role, _ in land.asked]
     best = [number for number, role in enumerate(roles) if role in ("start", "again", "compare")]
     assert all(after - before <= 10 for before, after in pairwise(best)), (
@@ -169,20 +153,12 @@ def test_best_candidate_is_remeasured_regularly() -> None:
     assert found.gain == pytest.approx(land.seconds(found.start) / land.seconds(found.best), rel=0.03)
 
 
-def test_defaults_are_second_trial_if_start_differs() -> None:
-    land = Landscape(grid(0), 2, noise=0.0)
-    land.search(60 * TRIAL)
-    assert [role for role, _ in land.asked][:2] == ["start", "defaults"]
-    assert land.asked[1][1] == land.space.defaults
-
-
 def test_short_search_measures_only_the_start() -> None:
     land = Landscape(grid(1), 0)
     found = land.search(TRIAL / 2)
     assert len(land.asked) == 1
     assert not found.is_faster
     assert found.tried == 1
-    assert not found.complete
 
 
 def test_search_ends_after_all_candidates() -> None:
@@ -195,8 +171,8 @@ def test_search_ends_after_all_candidates() -> None:
         return Outcome(kind="measured", seconds=1.0, wall=1.0)
 
     found = Search(measure, lambda effective: space, lambda: float(len(seen)), seconds=1000).run()
-    assert found.complete
     assert found.tried == 3
+    assert len(seen) < 10
 
 
 def test_candidates_with_slow_predictions_are_skipped() -> None:
@@ -224,7 +200,7 @@ def test_candidates_with_slow_predictions_are_skipped() -> None:
 def test_search_is_deterministic() -> None:
     """Therefore, a journal can replay completed trials."""
     first, second = Landscape(grid(1), 7), Landscape(grid(1), 7)
-    assert first.search(60 * TRIAL, seed=5) == second.search(60 * TRIAL, seed=5)
+    assert first.search(60 * TRIAL) == second.search(60 * TRIAL)
     assert first.asked == second.asked
 
 
@@ -285,7 +261,7 @@ def test_equivalent_candidates_are_tried_once() -> None:
 
 
 def test_defaults_can_win_over_start() -> None:
-    """The search then continues from the defaults."""
+    """They are measured after the start, and the search then continues from them."""
     space = grid(1)
     start = {**space.defaults, "storage.queue_depth": 1}
     land = Landscape(Space(space.settings, start, space.defaults), 3, noise=0.0)

@@ -127,12 +127,11 @@ def _from_hub(name: str) -> Path | None:
     Raises:
         ConfigError: If the model has no safetensors files.
     """
-    options = hub.HubOptions()
     try:
-        config = hub.find_config(name, options, trust_remote_code=False, values={})
+        config = hub.find_config(name, {}, trust_remote_code=False, values={})
     except ConfigError:
         return None
-    return hub.find_weights(name, config, options)
+    return hub.find_weights(name, config, {})
 
 
 def _in_cache(name: str) -> Path | None:

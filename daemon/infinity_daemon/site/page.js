@@ -375,14 +375,14 @@ class DriveView {
 const space = new Table(
   "Space reserved by runs and not yet allocated",
   [
-    ["Run", (entry) => entry.run, "words"],
+    ["Run", (entry) => entry.run_id, "words"],
     ["User", (entry) => entry.user, "words"],
-    ["Drive", (entry) => entry.drive, "words"],
+    ["Drive", (entry) => entry.device, "words"],
     ["Path", (entry) => entry.path, "words"],
     ["Reserved", (entry) => bytes(entry.bytes)],
     ["PID", (entry) => entry.pid || "in another container"],
   ],
-  (entry) => JSON.stringify([entry.run, entry.path, entry.pid]),
+  (entry) => JSON.stringify([entry.run_id, entry.path, entry.pid]),
 );
 byId("space").append(space.element);
 

@@ -320,6 +320,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             tokenizer.save_pretrained(folder)
             if state.saving is not None and state.paged is not None:
                 keep_tokenizer(state.paged.run.folder.checkpoints, tokenizer)
+        args.hub_token = None  # a secret
         torch.save(args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -373,19 +374,13 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _record_to_resume(self, folder: str | bool) -> Path:
         """Record the checkpoint from which the run resumes, and return its folder."""
-        state, ranks, paths = self._infinity, Ranks.current(), ", ".join(self._infinity.settings.storage.paths)
-        if isinstance(folder, bool):
-            out = self.args.output_dir
-            there = ranks.on_first("looking for checkpoints", partial(numbered_folders, out, "checkpoint-"))
-            found = Record.newest(there, state.settings, ranks)
-            if found is None:
-                raise CheckpointError(
-                    f"nothing to resume from: no checkpoint folder in {out!r} refers to a checkpoint in {paths}"
-                )
-            for later in there[: there.index(found[0])] if found[0] in there else []:
-                _log.warning("%s is ignored, because its infinity checkpoint is not in %s", later, paths)
-        else:
+        state, ranks = self._infinity, Ranks.current()
+        if not isinstance(folder, bool):
             found = Record.of_checkpoint(Path(folder), state.settings, ranks)
+        elif (newest := Record.newest(self.args.output_dir, "checkpoint-", state.settings, ranks)) is not None:
+            found = newest
+        else:
+            raise CheckpointError(f"nothing to resume: there is no checkpoint folder in {self.args.output_dir!r}")
         place, state.resume = found
         paged = state.paged
         if paged is not None and (paged.run.folder.run_id, paged.steps) != (state.resume.run_id, state.resume.step):

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from infinity.errors import ConfigError
-from infinity.io.probe.points import Measurement, Point, Progress
+from infinity.io.probe.points import Measurement, Point
 from infinity.io.probe.stream import Stream
 from infinity.io.probe.targets import Target, check_targets, go_on, open_target, through
 from infinity.units import format_size
@@ -106,55 +105,34 @@ def measure_paths(
     points: Sequence[Point],
     *,
     file_bytes: int,
-    seconds: float = 1.0,
+    seconds: float,
     engine: str = "auto",
-    most_written: int | None = None,
     stop: threading.Event | None = None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[dict[str, Measurement]], None] = lambda latest: None,
 ) -> dict[str, tuple[Measurement, ...]]:
     """Measure all `paths` at once, so that shared limits become visible. Return one `Measurement` per path per point.
 
     Args:
         paths: folders to measure.
         points: result of `points_of`.
-        file_bytes: size of each file in bytes, at least twice the number of bytes in flight.
-        seconds: duration of one measurement.
+        file_bytes: size of each file in bytes, at least twice the number of bytes in flight. Each measurement writes at
+            most as many bytes to each path, in addition to filling the file.
+        seconds: maximum duration of one measurement.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        most_written: maximum number of bytes that one measurement writes to each path, at least the number of bytes
-            in flight. The measurement ends when this number is reached. ``None`` means no limit. Filling the file
-            does not count.
         stop: event that stops the measurement as soon as requests in flight have ended.
-        on_progress: called after each path is filled and after each point.
+        on_progress: called with an empty dict after each path is filled, and with the results by path after each point.
 
-    Raises:
-        ProbeStoppedError: if `stop` was set.
-        ConfigError: if a folder does not exist or is not writable, or if a size or duration is too small.
-        BudgetError: if there is too little free space.
-        StorageError: if a transfer failed.
-        StallError: if a drive did not respond.
+    Raises the same exceptions as `open_bench`.
     """
-    least = max(point.flight for point in points)
-    if most_written is not None and most_written < least:
-        raise ConfigError(f"most_written = {most_written} bytes is less than the {least} bytes in flight")
-    if seconds <= 0:
-        raise ConfigError(f"seconds = {seconds} must be positive")
-    total, done = len(paths) + len(points), 0
-
-    def progressed(label: str, latest: dict[str, Measurement]) -> None:
-        nonlocal done
-        done += 1
-        on_progress(Progress(done=done, total=total, label=label, latest=latest))
-
-    def filled(target: Target) -> None:
-        progressed(f"{target.path}: wrote {format_size(target.file_bytes)}", {})
-
-    with open_bench(paths, points, file_bytes=file_bytes, engine=engine, stop=stop, on_filled=filled) as bench:
+    with open_bench(
+        paths, points, file_bytes=file_bytes, engine=engine, stop=stop, on_filled=lambda _: on_progress({})
+    ) as bench:
         found: dict[str, list[Measurement]] = {name: [] for name in bench.targets}
         for point in points:
-            latest = bench.measure(point, seconds=seconds, most_written=most_written)
+            latest = bench.measure(point, seconds=seconds, most_written=file_bytes)
             for name, measurement in latest.items():
                 found[name].append(measurement)
-            progressed(label_of(point), latest)
+            on_progress(latest)
     return {name: tuple(measurements) for name, measurements in found.items()}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from infinity.config import StorageConfig
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.probe.latency import Latency
 from infinity.units import KIB
@@ -63,16 +62,6 @@ class Measurement:
         return self.read_bytes_per_second + self.write_bytes_per_second
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Progress of a probe. `latest` is empty while the files are being written."""
-
-    done: int
-    total: int
-    label: str
-    latest: dict[str, Measurement]
-
-
 def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection[int]) -> tuple[Point, ...]:
     """Return all combinations of load, block size and depth, with the load varying slowest.
 
@@ -91,9 +80,3 @@ def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection
     if not points:
         raise ConfigError("nothing to measure: specify at least one load, one block size and one depth")
     return points
-
-
-def default_points(loads: Sequence[Load] = tuple(Load)) -> tuple[Point, ...]:
-    """Return one point per load, with the default request size and queue depth."""
-    usual = StorageConfig()
-    return points_of(loads, [usual.request_bytes], [usual.queue_depth])

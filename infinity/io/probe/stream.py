@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 
 from infinity.errors import InfinityError, StallError
 from infinity.io.engine import Op, Ticket
-from infinity.io.probe.latency import Latencies
+from infinity.io.probe.latency import latency_of
 from infinity.io.probe.points import BLOCK_MULTIPLE, Load, Measurement, Point
 from infinity.io.probe.targets import PATIENCE_SECONDS, Target
 from infinity.units import align_down
@@ -29,10 +30,8 @@ class Stream:
         seconds: float,
         most_written: int | None,
         stop: threading.Event,
-        slice_seconds: float = 1.0,
     ) -> None:
         self.target = target
-        self._slice_seconds = slice_seconds
         self._point, self._seconds = point, seconds
         # maximum number of bytes written (None: no limit); event that ends the measurement early
         self._most_written, self._stop = most_written, stop
@@ -43,9 +42,9 @@ class Stream:
         self._next = {Op.READ: 0, Op.WRITE: 0}
         """Number of the next request, which determines its offset in the file."""
         self._slices: list[int] = []
-        """Number of bytes transferred in each interval of `slice_seconds`."""
-        self._latencies = Latencies()
-        """Latencies of all requests."""
+        """Number of bytes transferred in each second."""
+        self._latencies = array("d")
+        """Latencies of all requests, in seconds."""
         self._inflight = 0
         """Number of slots whose last request has not ended."""
         self._error: InfinityError | None = None
@@ -80,7 +79,7 @@ class Stream:
             read_bytes_per_second=self._moved[Op.READ] / seconds,
             write_bytes_per_second=self._moved[Op.WRITE] / seconds,
             seconds=seconds,
-            latency=self._latencies.summary(),
+            latency=latency_of(self._latencies),
         )
 
     @property
@@ -89,10 +88,10 @@ class Stream:
         return self._moved[Op.WRITE]
 
     def slices(self) -> tuple[int, ...]:
-        """Return the number of bytes in each complete interval of `slice_seconds` so far. Empty before `start`."""
+        """Return the number of bytes in each complete second so far. Empty before `start`."""
         with self._lock:
             end = self._last if self._idle.is_set() else time.perf_counter()
-            whole = int((end - self._began) / self._slice_seconds) if self._began else 0
+            whole = int(end - self._began) if self._began else 0
             return tuple(self._slices[:whole]) + (0,) * max(0, whole - len(self._slices))
 
     def ended(self, timeout: float) -> bool:
@@ -132,7 +131,7 @@ class Stream:
             self._last = max(self._last, ticket.completed)
             if ticket.error is None:
                 self._moved[ticket.op] += ticket.length
-                self._latencies.add(ticket.completed - ticket.submitted)
+                self._latencies.append(ticket.completed - ticket.submitted)
                 self._count(ticket)
         if ticket.error is not None or ticket.completed >= self._deadline or self._error is not None:
             self._end(ticket.error)
@@ -147,7 +146,7 @@ class Stream:
             self._submit(slot, following)
 
     def _count(self, ticket: Ticket) -> None:
-        number = int((ticket.completed - self._began) / self._slice_seconds)
+        number = int(ticket.completed - self._began)
         self._slices.extend([0] * (number + 1 - len(self._slices)))
         self._slices[number] += ticket.length
 

@@ -56,9 +56,8 @@ class Sustained:
     """Total number of bytes written."""
     measurement: Measurement
     """Result for the entire duration."""
-    slice_seconds: float
     slices: tuple[int, ...]
-    """Number of bytes in each complete interval of `slice_seconds`, in order."""
+    """Number of bytes in each complete second, in order."""
 
     @property
     def long_enough(self) -> bool:
@@ -68,11 +67,11 @@ class Sustained:
     @property
     def fall(self) -> Fall | None:
         """The cliff, or ``None`` if there is no cliff."""
-        return fall_of(self.slices, self.slice_seconds)
+        return fall_of(self.slices)
 
 
-def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
-    """Return the cliff in a series of bytes per interval, or ``None`` if there is no cliff. [Note: cliff]"""
+def fall_of(slices: Sequence[int]) -> Fall | None:
+    """Return the cliff in a series of bytes per second, or ``None`` if there is no cliff. [Note: cliff]"""
     window = min(WINDOW, len(slices) // _QUARTERS)
     if window == 0:
         return None
@@ -86,7 +85,7 @@ def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
         return max(slices[second], median(slices[begin : begin + window])) < FALLEN * before
 
     second = next(filter(is_low, range(len(slices))))
-    return Fall(before=before / slice_seconds, after=after / slice_seconds, written=sum(slices[:second]), second=second)
+    return Fall(before=before, after=after, written=sum(slices[:second]), second=second)
 
 
 def bytes_to_sustain(paths: Sequence[str | os.PathLike[str]], asked: int | None) -> int:
@@ -116,7 +115,6 @@ def sustain(
     most_seconds: float,
     engine: str = "auto",
     stop: threading.Event | None = None,
-    slice_seconds: float = 1.0,
     on_progress: Callable[[dict[str, int], float], None] = lambda written, seconds: None,
 ) -> dict[str, Sustained]:
     """Write to all `paths` at once until each has passed its cliff, `most_bytes` are written, or the time is over.
@@ -131,7 +129,6 @@ def sustain(
         most_seconds: maximum duration.
         engine: ``auto``, ``io_uring`` or ``threads``.
         stop: event that stops the measurement.
-        slice_seconds: length of the intervals in which the bandwidth is recorded.
         on_progress: called several times per second with the number of bytes written to each path and the elapsed
             seconds.
 
@@ -144,7 +141,7 @@ def sustain(
     with ExitStack() as stack:
         targets = [stack.enter_context(open_target(name, [point], size, engine, stop, fill=False)) for name in names]
         enough = threading.Event()  # shared, because all paths must stay busy until the last one has finished
-        streams = [Stream(target, point, most_seconds, size, enough, slice_seconds) for target in targets]
+        streams = [Stream(target, point, most_seconds, size, enough) for target in targets]
         began = time.perf_counter()
         for stream in streams:
             stream.start()
@@ -156,9 +153,7 @@ def sustain(
         found = {stream.target.path: (stream.finish(), stream) for stream in streams}
     go_on(stop)
     return {
-        path: Sustained(
-            written=stream.written, measurement=measured, slice_seconds=slice_seconds, slices=stream.slices()
-        )
+        path: Sustained(written=stream.written, measurement=measured, slices=stream.slices())
         for path, (measured, stream) in found.items()
     }
 

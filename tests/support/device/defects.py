@@ -17,6 +17,7 @@ from infinity.content.format import Role
 from infinity.content.views import section
 from infinity.fsdp import gradient
 from infinity.fsdp.saved_activations import SavedActivations
+from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import AcceleratorDevice
 from infinity.optim.device_pages import DevicePages
@@ -62,9 +63,9 @@ class Defect:
     run: Callable[[Recipe, Paging, Path], None] | None = None
     """Function to run. By default, the recipe is trained."""
 
-    def found(self, folder: Path) -> list[str]:
+    def found(self, folder: Path, seed: int = 0) -> list[str]:
         """Run with the defect and return the races. Training with wrong values may raise an error."""
-        with simulation(self.kind, looks=self.looks) as device, self.change():
+        with simulation(self.kind, seed, self.looks) as device, self.change():
             try:
                 (self.run or _train)(self.recipe, self.paging, folder)
             except Exception:
@@ -114,10 +115,6 @@ def _evict_gpu_resident(recipe: Recipe, paging: Paging, folder: Path) -> None:
         train(replace(recipe, steps=recipe.steps + 1), model, optimizer, Outcome(), first=recipe.steps)
 
 
-def _stop_in_forward(recipe: Recipe, paging: Paging, folder: Path) -> None:
-    stop_in_forward(recipe, paging, folder)
-
-
 class _Passed:
     """A device event that has always completed."""
 
@@ -165,21 +162,17 @@ def _without_wait_for_updates() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_arrival() -> Iterator[None]:
+def _without_arrival() -> AbstractContextManager[Any]:
     begin = GradientFetcher.begin
-    with patch.object(GradientFetcher, "begin", lambda self, grads, arrived, ranges: begin(self, grads, (), ranges)):
-        yield
+    return patch.object(GradientFetcher, "begin", lambda self, grads, _, ranges: begin(self, grads, (), ranges))
 
 
-@contextmanager
-def _without_end_of_ring() -> Iterator[None]:
+def _without_end_of_ring() -> AbstractContextManager[Any]:
     def copy_ahead(self: Any) -> None:
         while self._waiting:
             self._coming.append(self._copy(self._waiting.popleft()))
 
-    with patch.object(GradientFetcher, "_copy_ahead", copy_ahead):
-        yield
+    return patch.object(GradientFetcher, "_copy_ahead", copy_ahead)
 
 
 @contextmanager
@@ -201,20 +194,17 @@ def _gradients_dropped() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _walked_without_order() -> Iterator[None]:
-    """Copy gradients to pages without waiting for the reduction."""
-    record_event = AcceleratorDevice.record_event
+def _unordered(owner: Any, name: str) -> AbstractContextManager[Any]:
+    """Ignore the device events that a method records."""
+    record_event, original = AcceleratorDevice.record_event, getattr(owner, name)
 
-    def walk(self: Any, *args: Any, **named: Any) -> None:
+    def changed(self: Any, *args: Any, **named: Any) -> Any:
         with patch.object(
             AcceleratorDevice, "record_event", lambda device, stream: _Unordered(record_event(device, stream))
         ):
-            original(self, *args, **named)
+            return original(self, *args, **named)
 
-    original = Gradients._walk
-    with patch.object(Gradients, "_walk", walk):
-        yield
+    return patch.object(owner, name, changed)
 
 
 class _Unordered:
@@ -227,11 +217,8 @@ class _Unordered:
         pass
 
 
-@contextmanager
-def _gathered_on_another_stream() -> Iterator[None]:
+def _gathered_on_another_stream() -> AbstractContextManager[Any]:
     """Copy weights on a stream for which no other stream waits."""
-    from infinity.fsdp.shard_io import ShardIO
-
     original = ShardIO._copy_param
 
     def copy_param(self: Any, *args: Any, **settings: Any) -> None:
@@ -239,63 +226,41 @@ def _gathered_on_another_stream() -> Iterator[None]:
         with patch.object(device, "current", lambda: device.stream("aside")):
             original(self, *args, **settings)
 
-    with patch.object(ShardIO, "_copy_param", copy_param):
-        yield
+    return patch.object(ShardIO, "_copy_param", copy_param)
 
 
-@contextmanager
-def _closed_without_drain() -> Iterator[None]:
+def _closed_without_drain() -> AbstractContextManager[Any]:
     def drain(self: Any) -> bool:
         self._cursor = None
         self._cache.copies.close()
         return True
 
-    with patch.object(Pager, "drain", drain):
-        yield
+    return patch.object(Pager, "drain", drain)
 
 
-@contextmanager
-def _numbers_without_order() -> Iterator[None]:
+def _numbers_without_order() -> AbstractContextManager[Any]:
     begin = gradient._Number.__init__
 
     def begun(self: Any, value: torch.Tensor) -> None:
         begin(self, value)
         self._made = _Passed()
 
-    with patch.object(gradient._Number, "__init__", begun):
-        yield
+    return patch.object(gradient._Number, "__init__", begun)
 
 
-@contextmanager
-def _prefetched_without_order(name: str) -> Iterator[None]:
-    """Fill a prefetch slot, or copy from it, without waiting for the stream that uses it."""
-    if name == "used":
-        fill = GpuPrefetcher._fill
-        change = patch.object(GpuPrefetcher, "_fill", lambda self, memory, used, parts: fill(self, memory, None, parts))
-    else:
-        filled = GpuPrefetcher._filled
-        change = patch.object(GpuPrefetcher, "_filled", lambda self, slot: _Unordered(filled(self, slot)))
-    with change:
-        yield
+def _slot_used_while_it_is_read() -> AbstractContextManager[Any]:
+    """Fill a prefetch slot without waiting for the stream that reads it."""
+    fill = GpuPrefetcher._fill
+    return patch.object(GpuPrefetcher, "_fill", lambda self, memory, _, parts: fill(self, memory, None, parts))
 
 
-@contextmanager
-def _updated_without_order(name: str) -> Iterator[None]:
-    """Ignore the events of one part of updates on the device, `bring` or `leave`."""
-    record_event, original = AcceleratorDevice.record_event, getattr(DevicePages, name)
-
-    def changed(self: Any, *args: Any) -> Any:
-        with patch.object(
-            AcceleratorDevice, "record_event", lambda device, stream: _Unordered(record_event(device, stream))
-        ):
-            return original(self, *args)
-
-    with patch.object(DevicePages, name, changed):
-        yield
+def _slot_used_before_it_is_filled() -> AbstractContextManager[Any]:
+    """Read a prefetch slot without waiting for the stream that fills it."""
+    filled = GpuPrefetcher._filled
+    return patch.object(GpuPrefetcher, "_filled", lambda self, slot: _Unordered(filled(self, slot)))
 
 
-@contextmanager
-def _resident_without_order(name: str) -> Iterator[None]:
+def _resident_without_order(name: str) -> AbstractContextManager[Any]:
     """Make `_bring`, `_send` or `contents` ignore earlier uses of GPU-resident pages. See `GpuResidentPages`."""
     owner: Any = GpuResidentPages if name == "contents" else Pager
     original = getattr(owner, name)
@@ -304,9 +269,8 @@ def _resident_without_order(name: str) -> Iterator[None]:
         if name == "_send":
             args[1].used = _Unordered(args[1].used)
         found = original(self, *args)
-        gpu_resident_pages = self if name == "contents" else self._gpu_resident_pages
         if name == "_bring":
-            for entry in gpu_resident_pages.resident_pages(args[0]).values():
+            for entry in self._gpu_resident_pages.resident_pages(args[0]).values():
                 entry.used = _Unordered(entry.used)
         return found
 
@@ -316,12 +280,10 @@ def _resident_without_order(name: str) -> Iterator[None]:
                 entry.used = _Unordered(entry.used)
         return original(self, uses)
 
-    with patch.object(owner, name, contents if name == "contents" else changed):
-        yield
+    return patch.object(owner, name, contents if name == "contents" else changed)
 
 
-@contextmanager
-def _not_kept(purpose: str) -> Iterator[None]:
+def _not_kept(purpose: str) -> AbstractContextManager[Any]:
     """Do not call `record_stream` for one stream."""
     keep = SimulatedDevice.keep
 
@@ -329,8 +291,7 @@ def _not_kept(purpose: str) -> Iterator[None]:
         if stream is not self.stream(purpose):
             keep(self, tensor, stream)
 
-    with patch.object(SimulatedDevice, "keep", kept):
-        yield
+    return patch.object(SimulatedDevice, "keep", kept)
 
 
 class _OtherStream:
@@ -346,8 +307,7 @@ class _OtherStream:
         return getattr(self._device, name)
 
 
-@contextmanager
-def _activations_elsewhere(method: str) -> Iterator[None]:
+def _activations_elsewhere(method: str) -> AbstractContextManager[Any]:
     """Handle activations as if a different stream than the current one used them."""
     original = getattr(ActivationPages, method)
 
@@ -359,20 +319,17 @@ def _activations_elsewhere(method: str) -> Iterator[None]:
         finally:
             self._device = device
 
-    with patch.object(ActivationPages, method, with_other_stream):
-        yield
+    return patch.object(ActivationPages, method, with_other_stream)
 
 
-@contextmanager
-def _activations_without_events() -> Iterator[None]:
+def _activations_without_events() -> AbstractContextManager[Any]:
     """Release pages of activations when their copy has been launched."""
     release = cache.Cache.release
 
     def skip_wait(self: Any, uses: Any, device_event: Any = None) -> None:
         release(self, uses, device_event if self._named else None)
 
-    with patch.object(cache.Cache, "release", skip_wait):
-        yield
+    return patch.object(cache.Cache, "release", skip_wait)
 
 
 def _copies_without_wait() -> AbstractContextManager[Any]:
@@ -414,7 +371,7 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
     ),
     "gradients: copied to pages before the reduction has completed": Defect(
-        change=_walked_without_order,
+        change=partial(_unordered, Gradients, "_walk"),
         later=f"a copy to the host (reads, {BACK})",
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
         recipe=Recipe(model="toy", steps=2, micro=2),  # after the first micro-batch, the host does not read them
@@ -484,7 +441,7 @@ DEFECTS: dict[str, Defect] = {
         change=_closed_without_drain,
         later="unregistering it",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
-        run=_stop_in_forward,
+        run=stop_in_forward,
     ),
     "number: read before the copy has completed": Defect(
         change=partial(_without_device_wait, "look at gradients"),
@@ -517,13 +474,13 @@ DEFECTS: dict[str, Defect] = {
         paging=Paging(host_cache="all"),
     ),
     "device update: starts before its pages are copied": Defect(
-        change=partial(_updated_without_order, "bring"),
+        change=partial(_unordered, DevicePages, "bring"),
         later="(writes, the stream 'update')",
         earlier="a copy to the device (writes, the stream 'in')",
         kind="order-updates",
     ),
     "device update: copied back before it has completed": Defect(
-        change=partial(_updated_without_order, "leave"),
+        change=partial(_unordered, DevicePages, "leave"),
         later=f"a copy to the host (reads, {BACK})",
         earlier="(writes, the stream 'update')",
         kind="order-updates",
@@ -593,13 +550,13 @@ DEFECTS: dict[str, Defect] = {
         run=_flush_after_copy,
     ),
     "prefetch: slot read before it is filled": Defect(
-        change=partial(_prefetched_without_order, "filled"),
+        change=_slot_used_before_it_is_filled,
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'stage')",
         paging=Paging(host_cache="least", device=256 << 10),
     ),
     "prefetch: slot filled before it has been read": Defect(
-        change=partial(_prefetched_without_order, "used"),
+        change=_slot_used_while_it_is_read,
         later="a copy to the device (writes, the stream 'stage')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})",
         paging=Paging(host_cache="least", device=120 << 10),  # two slots, and no GPU-resident modules

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
 from infinity.units import MIB, format_size
-from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
+from infinity_tools.doctor.finding import Finding, Group, check, note, ok, problem, warning
 from infinity_tools.doctor.software import installed
 from infinity_tools.doctor.world import World
 
@@ -19,7 +19,7 @@ _INSTALL: Final = "see the check `torch`"
 
 
 @check("fsdp2", _SECONDS)
-def fsdp2(world: World) -> Verdict:
+def fsdp2(world: World) -> Finding:
     """Imports torch, and checks that the FSDP2 internals used by infinity exist."""
     if installed("torch") is None:
         return note(_NONE, _INSTALL)
@@ -39,7 +39,7 @@ def fsdp2(world: World) -> Verdict:
 
 
 @check("accelerator", _SECONDS)
-def accelerator(world: World) -> Verdict:
+def accelerator(world: World) -> Finding:
     """GPUs that torch can use. Without a GPU, the model runs on the CPU, which is fast enough only for small models. If
     torch does not detect an existing GPU, install a matching build of torch or give the container access to the GPU."""
     torch = _torch()
@@ -68,7 +68,7 @@ def accelerator(world: World) -> Verdict:
 
 
 @check("host registration", _SECONDS)
-def host_registration(world: World) -> Verdict:
+def host_registration(world: World) -> Finding:
     """Registers a 2 MiB host cache with CUDA on the first GPU. Copies between unregistered memory and the GPU are
     slower and not asynchronous."""
     torch = _torch()
@@ -87,7 +87,7 @@ def host_registration(world: World) -> Verdict:
 
 
 @check("collectives", _SECONDS)
-def collectives(world: World) -> Verdict:
+def collectives(world: World) -> Finding:
     """Communication backends of torch: gloo and, if there are GPUs, NCCL."""
     torch = _torch()
     if torch is None or not torch.distributed.is_available():

@@ -8,10 +8,8 @@ from typing import Final
 from infinity_tools.doctor.accelerator import ACCELERATOR
 from infinity_tools.doctor.daemon_check import NODE
 from infinity_tools.doctor.finding import Finding, Group
-from infinity_tools.doctor.io_engine import ENGINE
 from infinity_tools.doctor.memory import MEMORY
-from infinity_tools.doctor.processor_check import PROCESSOR
-from infinity_tools.doctor.software import SOFTWARE
+from infinity_tools.doctor.software import ENGINE, PROCESSOR, SOFTWARE
 from infinity_tools.doctor.storage import STORAGE
 from infinity_tools.doctor.world import World
 

@@ -12,12 +12,12 @@ from infinity import torchrun
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
 from infinity.untrusted_files import whose_folder
-from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
+from infinity_tools.doctor.finding import Finding, Group, check, note, ok, problem, warning
 from infinity_tools.doctor.world import World
 
 
 @check("daemon")
-def daemon(world: World) -> Verdict:
+def daemon(world: World) -> Finding:
     """Status and version of infinityd. Training works without it, but then runs cannot reserve space, share drives
     fairly or use recorded drive bandwidth."""
     runtime, found = world.daemon.runtime, world.daemon.status
@@ -49,7 +49,7 @@ def _default() -> object:
 
 
 @check("host name")
-def host_name(world: World) -> Verdict:
+def host_name(world: World) -> Finding:
     """Resolution of the host name. If it does not resolve to an address of this host, gloo uses the loopback interface,
     so that ranks on other nodes cannot connect, and torchrun may hang even on a single node."""
     fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes, use a network address of this node'
@@ -68,7 +68,7 @@ def host_name(world: World) -> Verdict:
 
 
 @check("loopback")
-def loopback(world: World) -> Verdict:
+def loopback(world: World) -> Finding:
     """Connections between processes on this node through 127.0.0.1, which ranks use at startup."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 3):
@@ -78,7 +78,7 @@ def loopback(world: World) -> Verdict:
 
 
 @check("ranks")
-def ranks(world: World) -> Verdict:
+def ranks(world: World) -> Finding:
     """Environment variables that torchrun sets. If they are left over from an earlier launch, a single process waits
     for ranks that do not exist, or fails at startup."""
     try:

@@ -28,30 +28,39 @@ class Status(StrEnum):
     """Training does not work."""
 
 
-class Verdict(NamedTuple):
-    """Result of a check function."""
-
-    status: Status
-    value: str
-    """Description of the observed state."""
-    fix: str = ""
-    """Suggested fix; empty if the status is ok."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of a check, with the name of the check."""
+    """Result of a check."""
 
-    check: str
-    """Name of the check."""
+    check: str = ""
+    """Name of the check, which `Check.look` sets."""
     status: Status
-    """Severity."""
     value: str
     """Description of the observed state."""
     fix: str = ""
     """Suggested fix; empty if the status is ok."""
     folder: str = ""
     """Checked folder; empty if the check is not about a folder."""
+
+
+def ok(value: str) -> Finding:
+    """Return a finding with the status *ok*."""
+    return Finding(status=Status.OK, value=value)
+
+
+def note(value: str, fix: str) -> Finding:
+    """Return a finding with the status *note*."""
+    return Finding(status=Status.NOTE, value=value, fix=fix)
+
+
+def warning(value: str, fix: str) -> Finding:
+    """Return a finding with the status *warning*."""
+    return Finding(status=Status.WARNING, value=value, fix=fix)
+
+
+def problem(value: str, fix: str) -> Finding:
+    """Return a finding with the status *problem*."""
+    return Finding(status=Status.PROBLEM, value=value, fix=fix)
 
 
 Of = TypeVar("Of", World, Folder)
@@ -65,14 +74,14 @@ class Check(Generic[Of]):
     """Name, one to three words long; stable across releases."""
     meaning: str
     """One-paragraph description for docs/reference/doctor.md."""
-    ask: Callable[[Of], Verdict] = field(repr=False)
+    ask: Callable[[Of], Finding] = field(repr=False)
     """Function that runs the check. It may raise any exception."""
     seconds: float = SECONDS
     """Time limit in seconds."""
 
     def look(self, at: Of) -> Finding:
         """Run the check and return its finding. A failure or timeout of the check is reported as a warning."""
-        answers: list[Verdict] = []
+        answers: list[Finding] = []
 
         def body() -> None:
             try:
@@ -86,48 +95,23 @@ class Check(Generic[Of]):
         thread = threading.Thread(target=body, name=f"infinity-doctor-{self.name}", daemon=True)
         thread.start()
         thread.join(self.seconds)
-        verdict = answers[0] if answers else self._late()
-        found = Finding(check=self.name, **verdict._asdict())
-        return replace(found, folder=at.path) if isinstance(at, Folder) else found
-
-    def _late(self) -> Verdict:
-        return warning(
-            f"the check timed out after {self.seconds:.0f} s",
-            "a file system, a name server or a driver may not be responding; see `dmesg`",
-        )
+        late = f"the check timed out after {self.seconds:.0f} s"
+        found = answers[0] if answers else warning(late, _SLOW)
+        return replace(found, check=self.name, folder=at.path if isinstance(at, Folder) else "")
 
 
+_SLOW = "a file system, a name server or a driver may not be responding; see `dmesg`"
 _REPORT = "report this as a bug, with the output of `infinity doctor --report`"
 
 
-def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Verdict]], Check[Of]]:
+def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Finding]], Check[Of]]:
     """Return a decorator that turns a function into a check. The function's docstring is the description of the
     check."""
 
-    def make(ask: Callable[[Of], Verdict]) -> Check[Of]:
+    def make(ask: Callable[[Of], Finding]) -> Check[Of]:
         return Check(name=name, meaning=" ".join((ask.__doc__ or "").split()), ask=ask, seconds=seconds)
 
     return make
-
-
-def ok(value: str) -> Verdict:
-    """Return a verdict with the status *ok*."""
-    return Verdict(Status.OK, value)
-
-
-def note(value: str, fix: str) -> Verdict:
-    """Return a verdict with the status *note*."""
-    return Verdict(Status.NOTE, value, fix)
-
-
-def warning(value: str, fix: str) -> Verdict:
-    """Return a verdict with the status *warning*."""
-    return Verdict(Status.WARNING, value, fix)
-
-
-def problem(value: str, fix: str) -> Verdict:
-    """Return a verdict with the status *problem*."""
-    return Verdict(Status.PROBLEM, value, fix)
 
 
 class Group(NamedTuple):
@@ -152,5 +136,4 @@ class Group(NamedTuple):
 
 def worst(findings: Sequence[Finding]) -> Status:
     """Return the most severe status."""
-    order = list(Status)
-    return max((found.status for found in findings), key=order.index, default=Status.OK)
+    return max((found.status for found in findings), key=list(Status).index, default=Status.OK)

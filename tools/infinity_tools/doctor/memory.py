@@ -9,7 +9,7 @@ from typing import Final
 from infinity.io.uring import RINGS
 from infinity.memory.limits import available_memory, default_host_cache
 from infinity.units import GIB, KIB, MIB, format_size
-from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
+from infinity_tools.doctor.finding import Finding, Group, check, note, ok, problem, warning
 from infinity_tools.doctor.world import World
 
 _CAP_IPC_LOCK = 14
@@ -32,7 +32,7 @@ def _meminfo(world: World) -> dict[str, int]:
 
 
 @check("memory")
-def memory(world: World) -> Verdict:
+def memory(world: World) -> Finding:
     """Memory available to this process: the available memory of the machine, or less if a control group limits it (for
     a container, a Slurm job or a systemd unit). Linux kills processes that exceed such a limit."""
     sizes, available = _meminfo(world), available_memory(world.root)
@@ -47,7 +47,7 @@ def memory(world: World) -> Verdict:
 
 
 @check("host cache")
-def host_cache(world: World) -> Verdict:
+def host_cache(world: World) -> Finding:
     """Default size of the host cache (`memory.host_bytes`): a quarter of the available memory, divided among the ranks
     on the node. A larger host cache reduces NVMe traffic."""
     size = default_host_cache(1, world.root)
@@ -60,7 +60,7 @@ def host_cache(world: World) -> Verdict:
 
 
 @check("swap")
-def swap(world: World) -> Verdict:
+def swap(world: World) -> Finding:
     """Swap space in use. A page in a swapped-out part of the host cache is read twice: from NVMe and from swap."""
     sizes = _meminfo(world)
     total, used = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
@@ -73,7 +73,7 @@ def swap(world: World) -> Verdict:
 
 
 @check("overcommit")
-def overcommit(world: World) -> Verdict:
+def overcommit(world: World) -> Finding:
     """Memory overcommit (`vm.overcommit_memory`). Without it, allocations by torch and CUDA may fail, because both
     reserve more memory than they use."""
     if world.read("proc/sys/vm/overcommit_memory") == "2":
@@ -82,7 +82,7 @@ def overcommit(world: World) -> Verdict:
 
 
 @check("huge pages")
-def huge_pages(world: World) -> Verdict:
+def huge_pages(world: World) -> Finding:
     """Transparent huge pages for the host cache and torch tensors. With small pages, each I/O request is split into
     hundreds of pieces, and the operating system clears the memory of each all-gather page by page."""
     text = world.read("sys/kernel/mm/transparent_hugepage/enabled")
@@ -101,7 +101,7 @@ def huge_pages(world: World) -> Verdict:
 
 
 @check("locked memory")
-def locked_memory(world: World) -> Verdict:
+def locked_memory(world: World) -> Finding:
     """Limit on locked memory (`ulimit -l`). io_uring locks the host cache once per ring, which avoids page lookups on
     each transfer. The part of the host cache that exceeds the limit is not registered, which is slower."""
     limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -121,7 +121,7 @@ def locked_memory(world: World) -> Verdict:
 
 
 @check("open files")
-def open_files(world: World) -> Verdict:
+def open_files(world: World) -> Finding:
     """Limit on open files (`ulimit -n`). A rank needs few, but data loaders and connections between ranks may need
     many."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,7 +134,7 @@ def open_files(world: World) -> Verdict:
 
 
 @check("file size")
-def file_size(world: World) -> Verdict:
+def file_size(world: World) -> Finding:
     """Limit on the size of a file (`ulimit -f`). A rank stores its state in one file per path."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
@@ -143,7 +143,7 @@ def file_size(world: World) -> Verdict:
 
 
 @check("address space")
-def address_space(world: World) -> Verdict:
+def address_space(world: World) -> Finding:
     """Limit on the address space (`ulimit -v`). torch and CUDA reserve much more address space than the memory they
     use."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -153,7 +153,7 @@ def address_space(world: World) -> Verdict:
 
 
 @check("shared memory")
-def shared_memory(world: World) -> Verdict:
+def shared_memory(world: World) -> Finding:
     """Size of /dev/shm, which NCCL uses for communication within a node, and data loaders use for batches. The default
     in Docker containers is 64 MiB."""
     try:

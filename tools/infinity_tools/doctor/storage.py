@@ -15,7 +15,7 @@ from infinity.io.alignment import DEFAULT_ALIGNMENT
 from infinity.io.block_devices import locate, mount_of, space
 from infinity.store.folder import holders
 from infinity.units import GIB, MIB, format_size
-from infinity_tools.doctor.finding import Group, Status, Verdict, check, note, ok, problem, warning
+from infinity_tools.doctor.finding import Finding, Group, Status, check, note, ok, problem, warning
 from infinity_tools.doctor.world import Folder, World
 
 _NETWORK = frozenset(
@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @check("folder")
-def folder(at: Folder) -> Verdict:
+def folder(at: Folder) -> Finding:
     """Existence and permissions of the folder. A run creates a missing folder, but not missing parent folders."""
     path, place = at.path, at.place
     if not at.exists and os.path.lexists(path):
@@ -64,7 +64,7 @@ def folder(at: Folder) -> Verdict:
 
 
 @check("in use")
-def in_use(at: Folder) -> Verdict:
+def in_use(at: Folder) -> Finding:
     """Use of the folder by a live run. A second run cannot start in the same folder until the first one has
     ended."""
     try:
@@ -77,7 +77,7 @@ def in_use(at: Folder) -> Verdict:
 
 
 @check("file system")
-def file_system(at: Folder) -> Verdict:
+def file_system(at: Folder) -> Finding:
     """Type of the file system. Use ext4 or XFS on a local drive. An in-memory file system competes with the host cache
     for memory, and its contents are lost at shutdown. Network and overlay file systems are slow."""
     kind = mount_of(at.place, at.root / "proc/self/mountinfo").kind
@@ -97,7 +97,7 @@ def file_system(at: Folder) -> Verdict:
 
 
 @check("direct")
-def direct(at: Folder) -> Verdict:
+def direct(at: Folder) -> Finding:
     """Direct I/O (O_DIRECT), tested with one block, and its alignment. Without O_DIRECT, transfers go through the
     operating system's page cache, which uses memory and is slower."""
     with at.trial() as file:
@@ -122,7 +122,7 @@ def direct(at: Folder) -> Verdict:
 
 
 @check("allocation")
-def allocation(at: Folder) -> Verdict:
+def allocation(at: Folder) -> Finding:
     """Allocation of blocks without writing them (fallocate). If the file system does not support it, a run writes all
     blocks of its data files at startup."""
     with at.trial() as file:
@@ -136,7 +136,7 @@ def allocation(at: Folder) -> Verdict:
 
 
 @check("space")
-def free_space(at: Folder) -> Verdict:
+def free_space(at: Folder) -> Finding:
     """Free space, minus the space that infinityd has reserved for runs that are starting. A run needs space for two
     copies of its state: the current one and the checkpoint."""
     found = space(at.place)
@@ -152,7 +152,7 @@ def free_space(at: Folder) -> Verdict:
 
 
 @check("drive")
-def drive(at: Folder) -> Verdict:
+def drive(at: Folder) -> Finding:
     """Drive on which the folder is stored. infinity is designed for local NVMe drives. Rotating disks are too slow.
     Measure virtual and network drives before use."""
     place = locate(at.place, at.root / "sys")
@@ -187,7 +187,7 @@ def _text(file: Path) -> str:
 
 
 @check("bandwidth")
-def bandwidth(at: Folder) -> Verdict:
+def bandwidth(at: Folder) -> Finding:
     """Bandwidth of the drive, recorded by infinityd from its own measurements, `infinity probe` and runs."""
     profile = at.daemon.bandwidth(at.place)
     if profile is None:
@@ -208,7 +208,7 @@ def _there(world: World) -> list[Folder]:
 
 
 @check("drives")
-def drives(world: World) -> Verdict:
+def drives(world: World) -> Finding:
     """Number of drives on which the folders are stored. Two folders on the same drive are no faster than one."""
     by_drive: dict[str, list[str]] = {}
     if not (there := _there(world)):
@@ -222,7 +222,7 @@ def drives(world: World) -> Verdict:
 
 
 @check("largest model")
-def largest_model(world: World) -> Verdict:
+def largest_model(world: World) -> Finding:
     """Size of the largest model whose state fits into the free space, for AdamW with bf16 weights (two copies of 14
     bytes per parameter). Memory for the largest layer and training time may impose lower limits."""
     if not (there := _there(world)):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.daemon_client import NodeDaemon
-from infinity.io.alignment import AlignedFile, open_aligned
+from infinity.io.alignment import open_aligned
+from infinity.io.engine import DataFile
 from infinity.io.probe.targets import PREFIX
 
 
@@ -39,7 +40,7 @@ class Folder:
         return self.path if self.exists else os.path.dirname(os.path.abspath(self.path))
 
     @contextmanager
-    def trial(self) -> Iterator[AlignedFile]:
+    def trial(self) -> Iterator[DataFile]:
         """Yield a new file without a name in the folder, opened as in the I/O engines. Raises `OSError` if that
         fails."""
         descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=self.place)

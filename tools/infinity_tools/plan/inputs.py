@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,40 +43,40 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """`infinity plan` options. An option that was not passed is None."""
+    """Options of `infinity plan`, with its defaults."""
 
-    model: str | None
-    parameters: float | None
-    layers: int | None
-    hidden: int | None
-    vocabulary: int | None
-    tied: bool
-    lora: str | None
-    trainable: float | None
-    dtype: str
-    batch_tokens: int
-    sequence: int | None
-    micro_batches: int | None
-    loss_tokens: int | None
-    loop: bool
-    checkpointing: bool
-    clip: bool
-    optimizer: str
-    ranks: int
-    nodes: int
-    gpu: str | None
-    tflops: float | None
-    gpu_memory: str | None
-    link: str | None
-    cores: int | None
-    interconnect: str | None
-    nvme: tuple[Path, ...]
-    nvme_bandwidth: str | None
-    nvme_count: int | None
-    nvme_size: str | None
-    nvme_endurance: str | None
-    config: Path | None
-    settings: Mapping[str, Any]
+    model: str | None = None
+    parameters: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    vocabulary: int | None = None
+    tied: bool = False
+    lora: str | None = None
+    trainable: float | None = None
+    dtype: str = "bf16"
+    batch_tokens: int = 8192
+    sequence: int | None = None
+    micro_batches: int | None = None
+    loss_tokens: int | None = None
+    loop: bool = False
+    checkpointing: bool = True
+    clip: bool = False
+    optimizer: str = "adamw"
+    ranks: int = 1
+    nodes: int = 1
+    gpu: str | None = None
+    tflops: float | None = None
+    gpu_memory: str | None = None
+    link: str | None = None
+    cores: int | None = None
+    interconnect: str | None = None
+    nvme: tuple[Path, ...] = ()
+    nvme_bandwidth: str | None = None
+    nvme_count: int | None = None
+    nvme_size: str | None = None
+    nvme_endurance: str | None = None
+    config: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings given as options, by dotted name."""
 
     @property

@@ -92,7 +92,7 @@ def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Dri
             rates = quick_rates(names)
         except InfinityError as error:
             raise type(error)(f"{error}; or pass --nvme-bandwidth") from error
-        loads = [(rate.read, rate.write, rate.mixed) for rate in rates.values()]
+        loads = [(rate["read"], rate["write"], rate["mixed"]) for rate in rates.values()]
         source = "measured for two seconds"
     read, write, mixed = (sum(column) for column in zip(*loads, strict=True))
     return Drives(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -28,7 +27,6 @@ _BLOCKS = sorted({256 * KIB, MIB, usual_size()[0], _PAGE_BYTES})
 _DEPTHS = sorted({1, 8, usual_size()[1]})
 _BLOCK_NAMES = ", ".join(format_size(block).replace(" ", "") for block in _BLOCKS)
 _DEPTH_NAMES = ", ".join(map(str, _DEPTHS))
-_ALONE = ("point", "all", "no")
 
 
 def probe(
@@ -57,13 +55,6 @@ def probe(
     engine: Annotated[
         str, typer.Option(callback=setting("storage.engine"), help="I/O engine: auto, io_uring or threads.")
     ] = "auto",
-    alone: Annotated[
-        str,
-        typer.Option(
-            help="With several folders, also measure each folder alone: with the recommended settings (`point`), `all` "
-            "combinations of --block and --depth, or not at all (`no`)."
-        ),
-    ] = "point",
     sustained: Annotated[
         bool,
         typer.Option(
@@ -81,12 +72,6 @@ def probe(
     sustained_seconds: Annotated[
         float, typer.Option(min=0.001, max=86400, callback=finite, help="Maximum duration of sustained writes.")
     ] = 600.0,
-    fio: Annotated[
-        bool | None,
-        typer.Option(
-            "--fio/--no-fio", help="Compare the results with fio on the same file. [default: --fio if fio is installed]"
-        ),
-    ] = None,
     runtime: Annotated[
         str,
         typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
@@ -98,16 +83,14 @@ def probe(
     """Measure the bandwidth of drives with infinity's I/O engine, and recommend settings.
 
     Measures direct reads, direct writes and a mix of both, first on all folders at the same time and then on each
-    folder alone. Prints bandwidth, latency and recommended settings in TOML. If infinityd is running, it stores the
-    result. Test files have no names, so they disappear even if the process is killed. The amount of data to be written
-    is printed before the measurements start.
+    folder alone, with the recommended settings. Prints bandwidth, latency and recommended settings in TOML. If
+    infinityd is running, it stores the result. Test files have no names, so they disappear even if the process is
+    killed. The amount of data to be written is printed before the measurements start.
 
     Exit status: 0 on success, 1 if a drive fails, 2 if an option is invalid, 130 if interrupted.
 
     Example: `infinity probe /nvme0 /nvme1 --sustained --out probed`
     """
-    if alone not in _ALONE:
-        raise ConfigError(f"--alone {alone!r} is not one of {', '.join(_ALONE)}")
     if sustained_bytes is not None and not sustained:
         raise ConfigError(f"--sustained-bytes {sustained_bytes} requires --sustained")
     names = tuple(map(str, paths))
@@ -122,10 +105,8 @@ def probe(
         ),
         seconds=seconds,
         engine=engine,
-        alone=cast("Literal['point', 'all', 'no']", alone),
         sustained_bytes=bytes_to_sustain(names, asked) if sustained else None,
         sustained_seconds=sustained_seconds,
-        fio=_program(fio),
         runtime=runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)),
     )
     check(ask)
@@ -160,10 +141,3 @@ def _whole(text: str, name: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name} = {text!r} is not a whole number")
     return int(text)
-
-
-def _program(wanted: bool | None) -> str | None:
-    found = shutil.which("fio")
-    if wanted and found is None:
-        raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or omit --fio")
-    return None if wanted is False else found

@@ -66,7 +66,7 @@ def _depths(axes: Axes, found: list[Measurement]) -> None:
 
 
 def _sustained(axes: Axes, one: Sustained) -> None:
-    speeds = [size / one.slice_seconds / 1e9 for size in one.slices]
+    speeds = [size / 1e9 for size in one.slices]
     written = [sum(one.slices[: number + 1]) / 1e9 for number in range(len(speeds))]
     axes.plot(written, speeds, marker="." if len(speeds) < 100 else "")
     if (fall := one.fall) is not None:

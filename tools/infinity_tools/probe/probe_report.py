@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 from infinity.io.probe.points import Load, Measurement, Point
 from infinity.io.probe.sustained import FALLEN, Sustained
 from infinity.units import format_size
-from infinity_tools.probe.recommendation import Choice
-from infinity_tools.probe.rounds import ROUNDS, AlternatingRounds
+from infinity_tools.probe.recommendation import ROUNDS, Choice
 
 Found = Mapping[str, tuple[Measurement, ...]]
 """Measurements by folder."""
-FIO_START_SECONDS: Final = 0.8
-"""Approximate time that fio needs to start and exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,38 +27,28 @@ class Ask:
     seconds: float
     """Duration of each measurement, in seconds."""
     engine: str
-    alone: Literal["point", "all", "no"]
-    """Points at which each of several folders is measured alone: the recommended point, all points, or none."""
     sustained_bytes: int | None
     """Maximum bytes of sustained writes per folder, or None for no sustained writes."""
     sustained_seconds: float
-    fio: str | None
-    """Path of fio, or None if fio is not used."""
     runtime: Path
     """Runtime folder of the node's daemon."""
 
     @property
     def alone_points(self) -> int:
-        """Number of points at which each folder is measured alone."""
-        return {"point": len(Load), "all": len(self.points), "no": 0}[self.alone] if len(self.paths) > 1 else 0
+        """Number of points at which each folder is measured alone, if there are several."""
+        return len(Load) if len(self.paths) > 1 else 0
 
     @property
     def plan(self) -> Plan:
         """Upper bounds for the duration and the bytes written."""
         writes = sum(point.load is not Load.READ for point in self.points)
-        alone_writes = writes if self.alone == "all" else 2
-        compared = ROUNDS * 2 * (1 + (self.engine == "auto"))  # recommended and default settings, and both engines
-        fio = ROUNDS * 2 * len(Load) if self.fio else 0
-        count = len(self.points) + compared + fio + self.alone_points * len(self.paths)
-        files = 1 + writes + compared + (alone_writes if self.alone_points else 0)
+        compared = ROUNDS * 2  # recommended and default settings
+        count = len(self.points) + compared + self.alone_points * len(self.paths)
+        files = 1 + writes + compared + (2 if self.alone_points else 0)
         return Plan(
             measurements=count,
-            seconds=count * self.seconds + fio / 2 * FIO_START_SECONDS,
-            written={
-                path: self.file_bytes * (files + (ROUNDS * 2 * 2 if self.fio and number == 0 else 0))
-                + (self.sustained_bytes or 0)
-                for number, path in enumerate(self.paths)
-            },
+            seconds=count * self.seconds,
+            written={path: self.file_bytes * files + (self.sustained_bytes or 0) for path in self.paths},
             sustained_seconds=self.sustained_seconds if self.sustained_bytes else 0.0,
         )
 
@@ -98,10 +85,6 @@ class Report:
     alone: Found
     """Measurements of each folder alone. Empty if there is only one folder."""
     choice: Choice
-    fio: Mapping[Load, AlternatingRounds]
-    """Throughput of infinity and fio in alternating rounds on the first folder, by load. Empty if fio was not used."""
-    fio_error: str
-    """Reason why the comparison with fio failed, or an empty string."""
     sustained: Mapping[str, Sustained]
     """Results of sustained writes, by folder. Empty if not requested."""
     written: Mapping[str, int]
@@ -139,8 +122,6 @@ class Report:
             "alone": _measurements(self.alone),
             "together_of_alone": {load.value: self.share(load) for load in Load} if self.alone else {},
             "recommended": self.choice.document(),
-            "fio": {load.value: rounds.document("infinity", "fio") for load, rounds in self.fio.items()},
-            "fio_error": self.fio_error,
             "sustained": {path: _sustained(one) for path, one in self.sustained.items()},
             "written_bytes": dict(self.written),
             "daemon": {"kept": self.kept.done, "says": self.kept.says},

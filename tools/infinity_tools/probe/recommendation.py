@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from infinity.config import StorageConfig, check_config, load_config
 from infinity.io.probe.points import MARGIN, Load, Measurement
 from infinity.units import format_size
-from infinity_tools.probe.rounds import AlternatingRounds
 from infinity_tools.toml import tree_toml
 
+ROUNDS: Final = 3
+"""Number of comparisons with the default size."""
 Size = tuple[int, int]
 """Bytes per request, and number of requests in flight."""
 
@@ -61,10 +62,8 @@ class Choice:
     """Total throughput of all folders with half reads and half writes, in bytes per second."""
     usual_measured: bool
     """``True`` if the default size was measured."""
-    sizes: AlternatingRounds | None
-    """Comparison of the recommended size with the default. None if they are the same or were not compared."""
-    engines: AlternatingRounds | None
-    """Comparison of the threads engine with io_uring. None if they were not compared."""
+    gain: float | None
+    """Throughput relative to the default size. None if it is the default or was not compared."""
 
     @property
     def is_usual(self) -> bool:
@@ -76,8 +75,8 @@ class Choice:
         size = f"requests of {format_size(self.block_bytes)}, {self.depth} in flight"
         if (self.block_bytes, self.depth) == usual_size():
             said = [f"{size}, the defaults: no other combination is faster by more than {MARGIN:.0%}"]
-        elif self.sizes is not None:
-            said = [f"{size}: {self.sizes.ratio:.2f} times as fast as the defaults (median of alternating rounds)"]
+        elif self.gain is not None:
+            said = [f"{size}: {self.gain:.2f} times as fast as the defaults (median of alternating rounds)"]
         elif not self.usual_measured:
             usual = usual_size()
             said = [
@@ -86,10 +85,6 @@ class Choice:
             ]
         else:
             said = [f"{size}: the smallest within {MARGIN:.0%} of the best"]
-        if self.engines is not None:
-            faster = self.engines.is_first_faster()
-            words = "so it is recommended" if faster else "so storage.engine stays auto"
-            said.append(f"the threads engine is {self.engines.ratio:.2f} times as fast as io_uring: {words}")
         if self.is_usual:
             said.append("the defaults are fast enough: only storage.paths must be set")
         return said
@@ -107,8 +102,7 @@ class Choice:
             "is_default": self.is_usual,
             "mixed_bytes_per_second": round(self.bytes_per_second),
             "reasons": self.reasons(),
-            "against_default": self.sizes and self.sizes.document("recommended", "default"),
-            "threads_against_io_uring": self.engines and self.engines.document("threads", "io_uring"),
+            "over_default": self.gain,
             "toml": self.toml(),
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.markup import escape
@@ -102,11 +101,6 @@ def show(console: Console, report: Report, out: Path | None) -> None:
         console.print(Text(f"sustained writes, {path}: {sustained_words(one)}"))
     if report.sustained:
         console.print()
-    if report.fio:
-        where = f"{report.ask.paths[0]} alone" if len(report.together) > 1 else report.ask.paths[0]
-        _print_table(console, f"GB/s on {where}, in alternation with fio", _fio(report))
-    if report.fio_error:
-        console.print(Text(f"not compared with fio: {report.fio_error}"), end="\n\n")
     written = ", ".join(f"{format_size(size)} to {path}" for path, size in report.written.items())
     console.print(Text(f"written: {written}"))
     console.print(Text(report.kept.says), end="\n\n")
@@ -168,11 +162,3 @@ def _share_words(report: Report) -> str:
     shares = ((load.value, report.share(load)) for load in Load)
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
     return f"all folders together, relative to the sum of the folders alone: {said or 'not measured'}"
-
-
-def _fio(report: Report) -> Table:
-    rows = (
-        (load.value, f"{median(rounds.first) / 1e9:.2f}", f"{median(rounds.second) / 1e9:.2f}", f"{rounds.ratio:.2f}")
-        for load, rounds in report.fio.items()
-    )
-    return table("", ("", ">infinity", ">fio", ">ratio"), rows)

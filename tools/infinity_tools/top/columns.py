@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from rich.cells import cell_len
 from rich.text import Text
 
-Row = TypeVar("Row")
+from infinity.telemetry.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column(Generic[Row]):
+class Column:
     """Column of a table."""
 
     heading: str
     width: int
-    cell: Callable[[Row], str]
+    cell: Callable[[Tree], str]
     rank: int
     """Priority of the column. On narrow screens, columns with larger ranks are omitted first."""
     left: bool = False
     """``True`` if cells are left-aligned."""
 
 
-def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ...]:
+def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     """Return the most important columns that fit into `width`, but at least one, in their original order."""
     kept: set[int] = set()
     room = width + 1
@@ -37,7 +36,7 @@ def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ..
     return tuple(column for column in columns if column.rank in kept)
 
 
-def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") -> Text:
+def line(cells: Sequence[str], columns: Sequence[Column], style: str = "") -> Text:
     """Return a line of cells, each padded or truncated to the width of its column."""
     texts = []
     for cell, column in zip(cells, columns, strict=True):
@@ -48,11 +47,11 @@ def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") 
     return Text(" ".join(texts), style=style)
 
 
-def headings(columns: Sequence[Column[Row]]) -> Text:
+def headings(columns: Sequence[Column]) -> Text:
     """Return the heading line of a table."""
     return line([column.heading for column in columns], columns, style="dim")
 
 
-def row(entry: Row, columns: Sequence[Column[Row]], style: str = "") -> Text:
+def row(entry: Tree, columns: Sequence[Column], style: str = "") -> Text:
     """Return the table row of an entry."""
     return line([column.cell(entry) for column in columns], columns, style)

@@ -1,4 +1,4 @@
-"""Reading of single key presses and terminal events: resizing, Ctrl-Z and hangup."""
+"""Reading of single key presses."""
 
 from __future__ import annotations
 
@@ -7,110 +7,85 @@ import os
 import re
 import select
 import signal
-import socket
 import termios
-import time
 import tty
+from collections import deque
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+from infinity_tools.signals import give_back, heard_by
+
 _NAMES: Final = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\r": "enter", b"\n": "enter",
+    b"\x1a": "suspend",
 }  # fmt: skip
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|\x1b|[^\x1b]", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:O|\[[0-?]*[ -/]*)?\Z")
 """Matches an incomplete key sequence at the end of the input."""
 _REST_SECONDS: Final = 0.05
 """Time limit for the rest of a key sequence, whose bytes may arrive one by one over a network."""
-_EVENTS: Final = {signal.SIGTSTP: "suspend", signal.SIGCONT: "continue", signal.SIGWINCH: "resize"}
-_ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
-_USUAL: Final = os.terminal_size((80, 24))
 
 
 class Terminal:
     """Context manager that reads single key presses without echo, and restores the terminal on exit.
 
-    Inside the context, SIGTERM and SIGHUP raise `SystemExit`, so that the terminal is restored in these cases as well.
-    Ctrl-C raises `KeyboardInterrupt` as usual.
+    Inside the context, signals raise `SystemExit`, so that the terminal is restored in these cases as well.
     """
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._before: list[Any] = []  # original terminal attributes; set by `__enter__`
         self._handlers: dict[signal.Signals, Any] = {}  # original signal handlers; set by `__enter__`
-        self._wakeup = -1  # original wakeup descriptor; set by `__enter__`
-        self._signals, self._told = socket.socketpair()  # the interpreter writes signal numbers to `_told`
-        self._left = b""  # bytes that have been read but not yet returned as keys
+        self._keys: deque[bytes] = deque()  # keys that have been read but not yet returned
 
     def __enter__(self) -> Terminal:
         self._before = termios.tcgetattr(self._file)
-        for end in (self._signals, self._told):
-            end.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-        for number in (*_EVENTS, *_ENDS):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, _end if number in _ENDS else _note)
-        tty.setcbreak(self._file, termios.TCSANOW)
+        self._handlers = heard_by(_end)
+        self._read_keys()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._put_back()
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._signals.close()
-        self._told.close()
-
-    @property
-    def size(self) -> os.terminal_size:
-        """Columns and lines of the terminal; 80 x 24 if unknown."""
-        try:
-            found = os.get_terminal_size(self._file)
-        except OSError:
-            return _USUAL
-        return found if found.columns and found.lines else _USUAL
+        give_back(self._handlers)
 
     def key(self, seconds: float) -> str | None:
-        """Wait up to `seconds` for a key or a terminal event, and return its name, or None on timeout.
+        """Wait up to `seconds` for a key, and return its name, or None on timeout.
 
-        A key is ``up``, ``down``, ``enter``, ``escape`` or a character. A terminal event is ``resize``, ``suspend`` or
-        ``continue``. If the terminal has been closed, the result is ``q``.
+        The result is ``up``, ``down``, ``enter``, ``escape``, ``suspend`` (Ctrl-Z) or a character. If the terminal has
+        been closed, the result is ``q``.
         """
-        end = time.monotonic() + max(0.0, seconds)
-        while True:
-            if self._left and not _BEGUN.search(self._left):
-                return self._next()
-            wait = _REST_SECONDS if self._left else max(0.0, end - time.monotonic())
-            ready, _, _ = select.select([self._file, self._signals.fileno()], [], [], wait)
-            if self._signals.fileno() in ready and (event := self._event()):
-                return event
-            if self._file in ready:
-                read = self._read()
-                if not read:
-                    return "q"  # end of input: the terminal has been closed
-                self._left += read
-            elif not ready:
-                return self._next() if self._left else None
+        if not self._keys:
+            if not self._is_ready(max(0.0, seconds)):
+                return None
+            text = read = self._read()
+            if not read:
+                return "q"  # end of input: the terminal has been closed
+            while _BEGUN.search(text) and self._is_ready(_REST_SECONDS) and (read := self._read()):
+                text += read
+            self._keys.extend(_KEY.findall(text))
+        key = self._keys.popleft()
+        return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
 
     def suspend(self) -> None:
         """Restore the terminal and suspend this process, as Ctrl-Z does. Returns when the process is resumed."""
         self._put_back()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, _note)
-        self.resume()
-        while self._event():  # discards the pending `continue` event
-            pass
+        self._read_keys()
 
-    def resume(self) -> None:
-        """Switch the terminal back to single-key mode, because a shell may have changed the mode."""
+    def _read_keys(self) -> None:
         tty.setcbreak(self._file, termios.TCSANOW)
+        modes = termios.tcgetattr(self._file)
+        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z becomes a key, so that the screen is restored before the process stops
+        termios.tcsetattr(self._file, termios.TCSANOW, modes)
 
     def _put_back(self) -> None:
         with contextlib.suppress(termios.error):  # the terminal has been closed
             termios.tcsetattr(self._file, termios.TCSANOW, self._before)
+
+    def _is_ready(self, seconds: float) -> bool:
+        return bool(select.select([self._file], [], [], seconds)[0])
 
     def _read(self) -> bytes:
         try:
@@ -118,24 +93,6 @@ class Terminal:
         except OSError:
             return b""
 
-    def _next(self) -> str:
-        match = _KEY.match(self._left)
-        key = match[0] if match else self._left
-        self._left = self._left[len(key) :]
-        return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
-
-    def _event(self) -> str:
-        with contextlib.suppress(BlockingIOError):
-            while byte := self._signals.recv(1):
-                for number, event in _EVENTS.items():
-                    if byte[0] == number:
-                        return event
-        return ""
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the interpreter has already written the signal number to the socket that `Terminal.key` reads."""
-
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise SystemExit(0 if number == signal.SIGINT else 128 + number)

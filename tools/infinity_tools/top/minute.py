@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from infinity_tools.top.reading import Snapshot
+from infinity_tools.top.reading import Snapshot, figure, word
 
 SECONDS: Final = 60.0
 
@@ -23,9 +23,10 @@ class Minute:
 
     def add(self, snapshot: Snapshot) -> Mapping[str, Curve]:
         """Add a snapshot and return the curve of each of its drives."""
-        self._seen = {drive.name: self._seen.get(drive.name, deque()) for drive in snapshot.drives}
-        for drive in snapshot.drives:
-            seen, rates = self._seen[drive.name], (drive.read_bytes_per_second, drive.written_bytes_per_second)
+        drives = {word(drive, "name"): drive for drive in snapshot.drives}
+        self._seen = {name: self._seen.get(name, deque()) for name in drives}
+        for name, drive in drives.items():
+            seen, rates = self._seen[name], (figure(drive, "read"), figure(drive, "write"))
             if None not in rates and (not seen or snapshot.time > seen[-1][0]):
                 seen.append((snapshot.time, sum(filter(None, rates))))
             while seen and snapshot.time - seen[0][0] > SECONDS:

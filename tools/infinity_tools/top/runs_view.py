@@ -9,9 +9,18 @@ from typing import Final, Literal
 
 from rich.text import Text
 
+from infinity.telemetry.trees import Tree
 from infinity.untrusted_files import user_name
 from infinity_tools.top.columns import Column, fitting, headings, line, row
-from infinity_tools.top.reading import Rank, Run
+from infinity_tools.top.reading import (
+    bytes_per_second,
+    entries,
+    figure,
+    name_of,
+    parts_of,
+    status_of,
+    word,
+)
 from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
 from infinity_tools.top.view_state import State
 
@@ -38,22 +47,25 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
     columns = _columns(state)
     shown = fitting(columns, width)
     dropped = [column for column in columns if column not in shown]
-    lines, chosen = [headings(shown)], range(0)
+    lines, chosen, chosen_run = [headings(shown)], range(0), state.chosen_run
     for run in state.runs:
-        mine = run is state.chosen_run
+        run_id, name = word(run, "id"), name_of(run)
+        mine = run_id == chosen_run
         block = [_first_line(run, shown, mine=mine and state.interactive)]
         if bars in ("all", "runs") or (bars == "chosen" and mine):
-            begin = f"  {run.id}" if run.name else _of_ranks(run)
-            block.append(_bar_line(begin, run.parts, shown[0].width, width, plain=state.ascii))
-        if run.id in state.expanded:
-            others = [] if run.user in ("", user_name(os.geteuid())) else [f"user {run.user}"]
-            if run.name or others:
-                block.append(Text("    " + ", ".join([run.id, *others, _of_ranks(run).strip()])))
+            begin = f"  {run_id}" if name else _of_ranks(run)
+            block.append(_bar_line(begin, parts_of(run), shown[0].width, width, plain=state.ascii))
+        if run_id in state.expanded:
+            user = word(run, "user")
+            others = [] if user in ("", user_name(os.geteuid())) else [f"user {user}"]
+            if name or others:
+                block.append(Text("    " + ", ".join([run_id, *others, _of_ranks(run).strip()])))
             block += _more(run, dropped, width)
-            for rank in run.ranks:
+            for rank in entries(run, "ranks"):
                 block.append(_rank_line(rank, shown))
                 if bars == "all":
-                    block.append(_bar_line(f"    process {rank.pid}", rank.parts, shown[0].width, width, state.ascii))
+                    begin = f"    process {whole(figure(rank, 'pid'))}"
+                    block.append(_bar_line(begin, parts_of(rank), shown[0].width, width, state.ascii))
         if mine:
             chosen = range(len(lines), len(lines) + len(block))
         lines += block
@@ -72,58 +84,61 @@ def window(table: Table, room: int) -> list[Text]:
     return [lines[0], *lines[first : last + 1], end]
 
 
-def _columns(state: State) -> tuple[Column[Run], ...]:
+def _columns(state: State) -> tuple[Column, ...]:
     now = state.snapshot.time
-    longest = max((len(text) for run in state.runs for text in (run.id, run.name)), default=0)
+    longest = max((len(name) for run in state.runs for name in (word(run, "id"), name_of(run))), default=0)
 
-    def checkpoint(run: Run) -> str:
-        if run.checkpointed is None:
-            return "none" if run.checkpoints == 0 else ago(None)
-        took = "" if run.checkpoint_seconds is None else f" ({decimal(run.checkpoint_seconds)} s)"
-        return ago(now - run.checkpointed) + took
+    def checkpoint(run: Tree) -> str:
+        last, took = figure(run, "checkpoint", "last"), figure(run, "checkpoint", "seconds")
+        if last is None:
+            return "none" if figure(run, "checkpoint", "count") == 0 else ago(None)
+        return ago(now - last) + ("" if took is None else f" ({decimal(took)} s)")
+
+    def host_cache(run: Tree) -> str:
+        roles = run["host_cache"].get("roles") if isinstance(run.get("host_cache"), dict) else None
+        used = sum(figure(roles, role) or 0.0 for role in roles) if isinstance(roles, dict) else None
+        return filled(used, figure(run, "host_cache", "capacity"))
+
+    def fetches(run: Tree) -> str:
+        late, miss = figure(run, "fetches", "late"), figure(run, "fetches", "miss")
+        not_ready = None if late is None or miss is None else late + miss
+        return f"{percent(figure(run, 'fetches', 'hit'))}/{percent(not_ready)}"
 
     return (
         Column(
             heading="  run", rank=0, width=2 + min(_MOST_ID, max(8, longest)), left=True,
-            cell=lambda run: f"  {run.name or run.id}",
+            cell=lambda run: f"  {name_of(run) or word(run, 'id')}",
         ),
-        Column(heading="", rank=3, width=5, left=True, cell=lambda run: run.status),
-        Column(heading="step", rank=1, width=7, cell=lambda run: whole(run.step)),
-        Column(heading="s/step", rank=2, width=6, cell=lambda run: decimal(run.step_seconds)),
-        Column(heading="tok/s", rank=6, width=5, cell=lambda run: number(run.tokens_per_second)),
-        Column(heading="loss", rank=4, width=6, cell=lambda run: decimal(run.loss)),
-        Column(heading="stall", rank=5, width=5, cell=lambda run: percent(run.stalled)),
-        Column(
-            heading="read/written", rank=7, width=14,
-            cell=lambda run: rates(run.read_bytes_per_second, run.written_bytes_per_second),
-        ),
-        Column(
-            heading="host cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)
-        ),
+        Column(heading="", rank=3, width=5, left=True, cell=status_of),
+        Column(heading="step", rank=1, width=7, cell=lambda run: whole(figure(run, "steps"))),
+        Column(heading="s/step", rank=2, width=6, cell=lambda run: decimal(figure(run, "step_seconds"))),
+        Column(heading="tok/s", rank=6, width=5, cell=lambda run: number(figure(run, "tokens_per_second"))),
+        Column(heading="loss", rank=4, width=6, cell=lambda run: decimal(figure(run, "loss"))),
+        Column(heading="stall", rank=5, width=5, cell=lambda run: percent(figure(run, "stalled"))),
+        Column(heading="read/written", rank=7, width=14, cell=lambda run: rates(*bytes_per_second(run))),
+        Column(heading="host cache", rank=8, width=15, cell=host_cache),
         Column(heading="last checkpoint", rank=9, width=15, cell=checkpoint),
+        Column(heading="hit/late", rank=10, width=9, cell=fetches),
         Column(
-            heading="hit/late", rank=10, width=9,
-            cell=lambda run: f"{percent(run.prefetch_hit)}/{percent(run.prefetch_late)}",
-        ),
-        Column(
-            heading="errors/retries", rank=11, width=14, cell=lambda run: f"{whole(run.errors)}/{whole(run.retries)}"
+            heading="errors/retries", rank=11, width=14,
+            cell=lambda run: f"{whole(figure(run, 'io', 'errors'))}/{whole(figure(run, 'io', 'retries'))}",
         ),
     )  # fmt: skip
 
 
-def _first_line(run: Run, shown: Sequence[Column[Run]], *, mine: bool) -> Text:
-    text = row(run, shown, "bold" if mine else "")
+def _first_line(run: Tree, shown: Sequence[Column], *, mine: bool) -> Text:
+    text, status = row(run, shown, "bold" if mine else ""), status_of(run)
     if any(not column.heading for column in shown):
         at = shown[0].width + 1
-        text.stylize(_STYLES.get(run.status, ""), at, at + len(run.status))
+        text.stylize(_STYLES.get(status, ""), at, at + len(status))
     return Text(">", style="bold") + text[1:] if mine else text
 
 
-def _of_ranks(run: Run) -> str:
-    here, of = len(run.ranks), run.world_size
+def _of_ranks(run: Tree) -> str:
+    here, of = len(entries(run, "ranks")), figure(run, "world_size") or 0
     if here == of:
-        return f"  {of} rank{'s' if of != 1 else ''}"
-    return f"  {here} of {of} ranks local"
+        return f"  {here} rank{'s' if here != 1 else ''}"
+    return f"  {here} of {of:.0f} ranks local"
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
@@ -137,7 +152,7 @@ def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, p
     return text.append(" ") + bar(parts, length, plain=plain) + Text("  ") + said
 
 
-def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
+def _more(run: Tree, dropped: Sequence[Column], width: int) -> list[Text]:
     lines: list[str] = []
     for column in dropped:
         said = f"{column.heading} {column.cell(run)}"
@@ -148,16 +163,16 @@ def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def _rank_line(rank: Rank, shown: Sequence[Column[Run]]) -> Text:
+def _rank_line(rank: Tree, shown: Sequence[Column]) -> Text:
     values = {
-        0: f"    rank {rank.rank}",
-        1: whole(rank.step),
-        2: decimal(rank.step_seconds),
-        3: rank.status,
-        5: percent(rank.stalled),
-        6: number(rank.tokens_per_second),
-        7: rates(rank.read_bytes_per_second, rank.written_bytes_per_second),
-        8: filled(rank.host_cache_used, rank.host_cache_bytes),
-        11: f"{whole(rank.errors)}/-",
+        0: f"    rank {whole(figure(rank, 'rank'))}",
+        1: whole(figure(rank, "steps")),
+        2: decimal(figure(rank, "step_seconds")),
+        3: word(rank, "status"),
+        5: percent(figure(rank, "stalled")),
+        6: number(figure(rank, "tokens_per_second")),
+        7: rates(figure(rank, "read"), figure(rank, "write")),
+        8: filled(figure(rank, "host_cache_used"), figure(rank, "host_cache_capacity")),
+        11: f"{whole(figure(rank, 'errors'))}/-",
     }
     return line([values.get(column.rank, "") for column in shown], shown)

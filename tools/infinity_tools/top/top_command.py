@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_format
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Annotated, Final
 
@@ -19,13 +18,15 @@ from infinity.errors import ConfigError
 from infinity.telemetry.trees import plain
 from infinity_tools.top.keyboard import Terminal
 from infinity_tools.top.minute import Minute
-from infinity_tools.top.reading import Reader
+from infinity_tools.top.reading import Reader, word
 from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 
 _LOOKS: Final = 4
 """Number of snapshots taken during the interval with ``--once``, because step figures require two observed steps."""
 _ANY_HEIGHT: Final = 100_000
+_REDRAW_SECONDS: Final = 0.5
+"""Maximum time until the view fits a terminal whose size has changed."""
 
 
 def top(
@@ -79,65 +80,35 @@ def _look_once(reader: Reader, run: str, interval: float) -> State:
         curves = minute.add(snapshot)
     state = State(snapshot=snapshot, curves=curves, only=run, interval=interval, interactive=False)
     if run and not state.runs:
-        known = ", ".join(one.id for one in snapshot.runs) or "none"
+        known = ", ".join(word(one, "id") for one in snapshot.runs) or "none"
         raise ConfigError(f"--run {run!r} does not match any run on this node; available runs: {known}")
     return state
 
 
 def _document(state: State) -> object:
-    return plain({**asdict(state.snapshot), "runs": [asdict(run) for run in state.runs]})
-
-
-class _Watch:
-    """Displayed state, updated from a reader."""
-
-    def __init__(self, reader: Reader, state: State) -> None:
-        self._reader = reader
-        self._minute = Minute()
-        self.state = state
-        self.due = time.monotonic()  # time of the next update
-
-    def look(self) -> None:
-        now = time.monotonic()
-        if now < self.due or self.state.paused:
-            return
-        snapshot = self._reader.read()
-        self.state = replace(self.state, snapshot=snapshot, curves=self._minute.add(snapshot))
-        self.due = max(self.due, now - self.state.interval) + self.state.interval
+    return plain({**asdict(state.snapshot), "runs": state.runs})
 
 
 def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
-    watch = _Watch(reader, State(snapshot=reader.read(), only=run, interval=interval, ascii=ascii))
-    with Terminal(sys.stdin.fileno()) as terminal:
-        try:
-            for event in _drawn(watch, console, terminal):
-                if event == "suspend":
-                    terminal.suspend()
-                elif event == "continue":
-                    terminal.resume()
-        except KeyboardInterrupt:
-            return
-
-
-def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]:
-    """Draw in full-screen mode. Yield an event each time full-screen mode has been left because of it."""
-    while True:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            event = _draw(watch, console, terminal, live)
-        if event == "q":
-            return
-        yield event
-
-
-def _draw(watch: _Watch, console: Console, terminal: Terminal, live: Live) -> str:
-    """Draw until a key or an event ends full-screen mode, and return it."""
-    while True:
-        watch.look()
-        console.size = terminal.size
-        live.update(view(watch.state, console.width, console.height), refresh=True)
-        wait = watch.state.interval if watch.state.paused else watch.due - time.monotonic()
-        key = terminal.key(wait)
-        if key in ("q", "suspend", "continue"):
-            return key
-        if key is not None and key != "resize":
-            watch.state = watch.state.pressed(key)
+    """Draw in full-screen mode until a key or a signal ends it."""
+    minute = Minute()
+    state = State(snapshot=reader.read(), only=run, interval=interval, ascii=ascii)
+    due = time.monotonic()  # time of the next update
+    with Terminal(sys.stdin.fileno()) as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            now = time.monotonic()
+            if now >= due and not state.paused:
+                snapshot = reader.read()
+                state = replace(state, snapshot=snapshot, curves=minute.add(snapshot))
+                due = max(due, now - interval) + interval
+            live.update(view(state, console.width, console.height), refresh=True)
+            wait = _REDRAW_SECONDS if state.paused else due - time.monotonic()
+            key = terminal.key(min(wait, _REDRAW_SECONDS))
+            if key == "q":
+                return
+            if key == "suspend":
+                live.stop()
+                terminal.suspend()
+                live.start()
+            elif key is not None:
+                state = state.pressed(key)

@@ -10,10 +10,11 @@ from typing import Final
 
 from rich.text import Text
 
+from infinity.telemetry.trees import Tree
 from infinity_tools.top.drives_view import drive_lines
-from infinity_tools.top.reading import Run
+from infinity_tools.top.reading import entries, figure, name_of, status_of, word
 from infinity_tools.top.runs_view import BARS, run_table, window
-from infinity_tools.top.table_cells import LOOKS
+from infinity_tools.top.table_cells import LOOKS, whole
 from infinity_tools.top.view_state import SORTS, State
 
 _LEAST_HEIGHT_FOR_KEYS: Final = 8
@@ -84,7 +85,7 @@ def _screen(state: State, width: int, height: int) -> list[Text]:
 
 
 def _title(state: State, width: int) -> Text:
-    counts = Counter(run.status for run in state.runs)
+    counts = Counter(map(status_of, state.runs))
     said = ", ".join(f"{counts[status]} {status}" for status in ("live", "idle", "dead", "ended") if counts[status])
     pace = "paused" if state.paused else f"every {state.interval:g} s"
     version = state.snapshot.infinityd
@@ -121,19 +122,22 @@ def _notes(state: State, width: int) -> list[Text]:
     ]
 
 
-def _troubles(run: Run) -> list[str]:
-    troubles = [f"rank {rank.rank} died" for rank in run.ranks if rank.status == "dead"]
-    if run.errors:
-        troubles.append(f"failed transfers: {run.errors:.0f}")
-    if run.loss is not None and not math.isfinite(run.loss):
-        troubles.append(f"loss is {run.loss}")
-    title = f"{run.name} ({run.id})" if run.name else run.id
+def _troubles(run: Tree) -> list[str]:
+    troubles = [
+        f"rank {whole(figure(rank, 'rank'))} died" for rank in entries(run, "ranks") if word(rank, "status") == "dead"
+    ]
+    if errors := figure(run, "io", "errors"):
+        troubles.append(f"failed transfers: {errors:.0f}")
+    loss, name, run_id = figure(run, "loss"), name_of(run), word(run, "id")
+    if loss is not None and not math.isfinite(loss):
+        troubles.append(f"loss is {loss}")
+    title = f"{name} ({run_id})" if name else run_id
     return [f"{title}: {', '.join(troubles)}"] if troubles else []
 
 
 def _nothing(state: State, width: int) -> list[Text]:
     folder = state.snapshot.runtime_dir
-    others = ", ".join(run.id for run in state.snapshot.runs)
+    others = ", ".join(word(run, "id") for run in state.snapshot.runs)
     if state.only and others:
         said = [f"no run id starts with {state.only}; available runs: {others}"]
     else:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from infinity.telemetry.trees import Tree
 from infinity_tools.top.minute import Curve
-from infinity_tools.top.reading import Run, Snapshot
+from infinity_tools.top.reading import Snapshot, bytes_per_second, figure, status_of, word
 
-_BY: Final[Mapping[str, Callable[[Run], float | str]]] = {
-    "step time": lambda run: -(run.step_seconds or 0.0),
-    "stall share": lambda run: -(run.stalled or 0.0),
-    "bytes": lambda run: -((run.read_bytes_per_second or 0.0) + (run.written_bytes_per_second or 0.0)),
-    "id": lambda run: run.id,
+_BY: Final[Mapping[str, Callable[[Tree], float | str]]] = {
+    "step time": lambda run: -(figure(run, "step_seconds") or 0.0),
+    "stall share": lambda run: -(figure(run, "stalled") or 0.0),
+    "bytes": lambda run: -sum(rate or 0.0 for rate in bytes_per_second(run)),
+    "id": lambda run: word(run, "id"),
 }
 """Sort keys by name. Figures are sorted from largest to smallest, ids alphabetically."""
 SORTS: Final = tuple(_BY)
@@ -45,16 +46,17 @@ class State:
     """``True`` if to use only ASCII characters."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Tree, ...]:
         """Displayed runs in sort order. Live runs precede runs that have exited."""
-        found = [run for run in self.snapshot.runs if run.id.startswith(self.only)]
-        found.sort(key=lambda run: (_BY[self.sort](run), run.id), reverse=self.reverse)
-        return tuple(sorted(found, key=lambda run: run.status not in ("live", "idle")))
+        found = [run for run in self.snapshot.runs if word(run, "id").startswith(self.only)]
+        found.sort(key=lambda run: (_BY[self.sort](run), word(run, "id")), reverse=self.reverse)
+        return tuple(sorted(found, key=lambda run: status_of(run) not in ("live", "idle")))
 
     @property
-    def chosen_run(self) -> Run | None:
-        """Selected run, or None if there are no runs."""
-        return next((run for run in self.runs if run.id == self.chosen), next(iter(self.runs), None))
+    def chosen_run(self) -> str:
+        """Id of the selected run, or an empty string if there are no runs."""
+        ids = [word(run, "id") for run in self.runs]
+        return self.chosen if self.chosen in ids else next(iter(ids), "")
 
     def pressed(self, key: str) -> State:
         """Return the state after a key press. Unknown keys are ignored."""
@@ -67,7 +69,7 @@ class State:
                 return self._moved(-1)
             case "enter":
                 run = self.chosen_run
-                return self if run is None else replace(self, chosen=run.id, expanded=self.expanded ^ {run.id})
+                return replace(self, chosen=run, expanded=self.expanded ^ {run}) if run else self
             case "s":
                 return replace(self, sort=SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)])
             case "r":
@@ -79,7 +81,7 @@ class State:
         return self
 
     def _moved(self, by: int) -> State:
-        ids, run = [run.id for run in self.runs], self.chosen_run
-        if run is None:
+        ids = [word(run, "id") for run in self.runs]
+        if not ids:
             return self
-        return replace(self, chosen=ids[min(max(0, ids.index(run.id) + by), len(ids) - 1)])
+        return replace(self, chosen=ids[min(max(0, ids.index(self.chosen_run) + by), len(ids) - 1)])

@@ -113,12 +113,12 @@ def _of_preferences(rows: Any) -> tuple[list[str], _Convert | None] | None:
     first: _Row = rows[0]
     if "chosen" not in first or "rejected" not in first:
         return None
-    prompt = _first(first, _QUESTIONS)
+    prompt = _first(first, (*_QUESTIONS, "conversations"))
     if isinstance(first["chosen"], list) and not isinstance(first.get(prompt or ""), list):
         prompt = None  # the conversations contain it, and TRL separates it
-    if prompt in (None, "prompt"):
-        return [*([prompt] if prompt else []), "chosen", "rejected"], None
-    return [prompt, "chosen", "rejected"], _preference  # type: ignore[list-item]
+    names = [*([prompt] if prompt else []), "chosen", "rejected"]
+    system = ["system"] if isinstance(first.get("system"), str) else []
+    return [*names, *system], None if prompt in (None, "prompt") and not system else _preference
 
 
 def _first(row: _Row, names: tuple[str, ...]) -> str | None:
@@ -169,11 +169,20 @@ def _exchange(question: str, answer: str) -> dict[str, Any]:
 
 
 def _preference(row: _Row, chat: bool) -> dict[str, Any]:
-    question = row[_first(row, _QUESTIONS) or ""]
-    if not chat or not isinstance(row["chosen"], str):
-        return {"prompt": question, "chosen": row["chosen"], "rejected": row["rejected"]}
-    answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
-    return {"prompt": [{"role": "user", "content": question}], **answers}
+    asked = _first(row, (*_QUESTIONS, "conversations"))
+    found: dict[str, Any] = {"prompt": row[asked]} if asked else {}
+    found |= {name: row[name] for name in ("chosen", "rejected")}
+    if chat and asked not in (None, "prompt") and all(isinstance(value, str) for value in found.values()):
+        found = {name: [{"role": "assistant", "content": text}] for name, text in found.items()}
+        found["prompt"][0]["role"] = "user"
+    found = {name: [value] if isinstance(value, dict) else value for name, value in found.items()}  # ShareGPT's answers
+    found = {name: list(_messages(value)) if isinstance(value, list) else value for name, value in found.items()}
+    if system := row.get("system"):
+        for name in ("prompt",) if asked else ("chosen", "rejected"):
+            is_chat = isinstance(found[name], list)
+            before = [{"role": "system", "content": system}] if is_chat else f"{system}\n\n"
+            found[name] = before + found[name]
+    return found
 
 
 def _text(row: _Row, chat: bool) -> dict[str, Any]:

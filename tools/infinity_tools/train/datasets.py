@@ -11,7 +11,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,13 @@ class DataOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Columns of the dataset to use for TRL's columns (``{"prompt": "question", "completion": "answer"}``)."""
 
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any]) -> DataOptions:
+        """Return the options in a recipe."""
+        given = [(item.name, recipe[item.name]) for item in fields(cls) if recipe.get(item.name)]
+        named: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        return cls(**named)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -69,6 +76,8 @@ class Data:
     """One line for the heading of a run: the number and kind of examples."""
     defaults: Mapping[str, Any]
     """Fields of SFTConfig or DPOConfig that suit this data, and apply unless the user sets them."""
+    why_not_packed: str | None = None
+    """Result of `why_not_packed`, or None if it was not called."""
 
 
 def load_tokenizer(name: str | None, source: ModelSource, chat_template: str | None = None) -> Any:
@@ -168,6 +177,7 @@ def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource)
                 raise ConfigError(f"--data contains {kind}, but --eval_data contains {other}; use the same kind")
     said = f"data: {len(train):,} {kind}" + (f"; {len(evaluation):,} to evaluate on" if evaluation is not None else "")
     defaults: dict[str, Any] = {}
+    reason = None
     if kind == "texts":
         defaults = {"packing": True, "packing_strategy": "wrapped"}
     elif method == "sft":
@@ -178,7 +188,7 @@ def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource)
         defaults["assistant_only_loss"] = _marks_answers(tokenizer)
         if not defaults["assistant_only_loss"]:
             said += "; all tokens are trained, because the chat template has no {% generation %} marks"
-    return Data(train=train, evaluation=evaluation, said=said, defaults=defaults)
+    return Data(train=train, evaluation=evaluation, said=said, defaults=defaults, why_not_packed=reason)
 
 
 def _marks_answers(tokenizer: Any) -> bool:
@@ -379,12 +389,17 @@ def _update(digest: Any, column: Any) -> None:
 # Packing #
 
 
-def check_packing(trainer: Any, model_name: str) -> None:
+def check_packing(trainer: Any, model_name: str, reason: str | None = None) -> None:
     """Check that the examples of a packed sequence do not attend to each other, and give all sequences one length.
 
     With one length, the micro-batches of a step run layer by layer. TRL would join the sequences of a batch to a single
     one, whose length varies. With flash attention, which separates examples only in a single sequence, TRL's collator
     is kept.
+
+    Args:
+        trainer: SFTTrainer or DPOTrainer.
+        model_name: name of the model, for messages.
+        reason: result of `why_not_packed`, if it is known.
 
     Raises:
         ConfigError: if they do.
@@ -392,7 +407,9 @@ def check_packing(trainer: Any, model_name: str) -> None:
     args = trainer.args
     if not getattr(args, "packing", False) or args.packing_strategy == "wrapped":
         return
-    if reason := why_not_packed(trainer.model.config):
+    if reason is None:
+        reason = why_not_packed(trainer.model.config)
+    if reason:
         raise ConfigError(f"packing is not supported for --model {model_name}: {reason}; remove --packing")
     if "flash" not in str(trainer.model.config._attn_implementation):
         trainer.data_collator = FixedLength(args.max_length, trainer.data_collator.pad_token_id)

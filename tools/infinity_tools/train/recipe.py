@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn, get_type_hints
 
 from infinity import Config
 from infinity.checkpoint.durable import write_durably
+from infinity.config import load_config, with_absolute_paths
 from infinity.errors import ConfigError
 from infinity.optional_dependencies import needs
 from infinity.units import format_setting, parse_size
@@ -30,8 +31,11 @@ METHODS: Final = {"sft": "SFTConfig", "dpo": "DPOConfig"}
 """Training methods, and the TRL class of their arguments."""
 OWN: Final = (
     "model", "method", "tokenizer", "data", "split", "eval_data", "eval_split", "columns", "early_stopping_patience",
+    "quantize",
 )  # fmt: skip
 """Keys that are neither arguments of TRL nor settings of infinity or peft."""
+_CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {"method": tuple(METHODS), "quantize": ("int8", "nf4", None)}
+"""Values of keys that are neither arguments of TRL nor settings of infinity or peft."""
 SECRET: Final = ("hub_token",)
 """Keys whose values are never stored or shown."""
 _LISTS = {"data", "eval_data"}
@@ -44,12 +48,14 @@ _RENAMED: Final = {
     "batch_tokens": "per_device_train_batch_size", "micro_tokens": "gradient_accumulation_steps",
     "activation_checkpointing": "gradient_checkpointing", "checkpoint_every": "save_steps", "log": "report_to",
     "dtype": "bf16", "out": "output_dir", "override": "resume", "eval_every": "eval_steps",
+    "load_in_8bit": "quantize", "load_in_4bit": "quantize", "quantization_config": "quantize",
 }  # fmt: skip
 """Keys for common names of the same thing, for messages about unknown keys."""
 _FIXED: Final = (
     "model", "method", "tokenizer", "data", "split", "columns", "peft.*", "optim", "optim_args", "adam_beta1",
     "adam_beta2", "adam_epsilon", "weight_decay", "max_length", "packing", "packing_strategy", "seed", "data_seed",
     "completion_only_loss", "assistant_only_loss", "dataset_text_field", "chat_template_path", "eos_token", "bf16",
+    "quantize",
 )  # fmt: skip
 """Keys that a resumed run cannot change: they define the model, the data, or the state in the checkpoint."""
 
@@ -84,6 +90,14 @@ def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:
             yield from _flat(f"{name}.{key}", part)
     else:
         yield name.replace("-", "_"), value
+
+
+def of_config(file: Path) -> Recipe:
+    """Return the settings that a TOML file contains, with absolute paths. Raises `ConfigError`."""
+    settings = with_absolute_paths(load_config(file))
+    tree = tomllib.loads(read_regular(os.path.realpath(file), _LIMIT).decode())
+    names = [f"{section}.{key}" for section, part in tree.items() for key in part]
+    return {f"offload.{name}": _value_in(settings, name, plain=True) for name in names}
 
 
 def write(file: Path, recipe: Recipe) -> None:
@@ -211,8 +225,8 @@ def _own(key: str, value: Any) -> Any:
         return value if isinstance(value, dict) else _pairs(str(value))
     if key == "early_stopping_patience":
         return _whole(key, value)
-    if key == "method" and value not in METHODS:
-        raise ConfigError(f"--method {value!r} is not one of {', '.join(METHODS)}")
+    if value not in _CHOICES.get(key, (value,)):
+        raise ConfigError(f"--{key} {value!r} is not one of {', '.join(filter(None, _CHOICES[key]))}")
     if key in ("model", "tokenizer") and value is not None:
         return str(value) if value in PRESETS else _absolute(str(value))
     return None if value is None else str(value)
@@ -287,13 +301,15 @@ def _peft(key: str, value: Any) -> Any:
     with needs("train", f"--{key}"):
         import yaml
         from peft import LoraConfig
-    names = [field.name for field in fields(LoraConfig)]
-    if key.partition(".")[2] not in names:
-        raise _unknown(key, [f"peft.{name}" for name in names])
+    types = {f"peft.{field.name}": str(field.type) for field in fields(LoraConfig)}
+    if key not in types:
+        raise _unknown(key, types)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return value
     parts = [yaml.safe_load(item) for item in value]
-    return parts[0] if len(parts) == 1 else parts
+    if len(parts) == 1 and not ("list" in types[key] and str(parts[0]).isidentifier()):  # other texts are patterns
+        return parts[0]
+    return parts
 
 
 def _unknown(key: str, known: Iterable[str]) -> ConfigError:

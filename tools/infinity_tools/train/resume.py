@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infinity import Config
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.checkpoint_folders import Record, numbered_folders
+from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train.recipe import Recipe
 
-_log = logging.getLogger("infinity")
 _DATA = "data.json"
 """File in the output folder with the checksum of the prepared training data."""
 _DEFAULTS: Recipe = {"model": "llama-100m", "method": "sft"}
@@ -80,17 +77,10 @@ def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path |
         return None
     if resume not in ("latest", "auto"):
         return Record.of_checkpoint(Path(resume), settings, ranks)[0]
-    there = ranks.on_first("looking for checkpoints", partial(numbered_folders, out, "checkpoint-"))
-    found = Record.newest(there, settings, ranks)
-    paths = ", ".join(settings.run.resume_paths or settings.storage.paths)
-    if found is None and (there or resume != "auto"):
-        raise CheckpointError(f"no checkpoint in {str(out)!r} has its state in {paths}; nothing to resume")
-    if found is None:
-        return None
-    if ranks.rank == 0:
-        for other in there[: there.index(found[0])] if found[0] in there else ():
-            _log.warning("%s is ignored, because its state is not in %s", other, paths)
-    return found[0]
+    found = Record.newest(out, "checkpoint-", settings, ranks)
+    if found is None and resume != "auto":
+        raise CheckpointError(f"nothing to resume: there is no checkpoint folder in {str(out)!r}")
+    return found and found[0]
 
 
 def finished(start: Path, args: Any) -> tuple[str, int] | None:

@@ -11,54 +11,42 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import infinity
-from infinity import Config, PagedOptimizer, load_config
+from infinity import Config, PagedOptimizer
 from infinity.config import check_config, runtime_dir, with_absolute_paths
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
-from infinity.models.building import attention_of, one_line
-from infinity.optional_dependencies import needs
+from infinity.models.building import one_line
 from infinity.ranks import Ranks
 from infinity.run.run_name import with_name
 from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size
-from infinity_tools.batch import check_language_model
 from infinity_tools.measure import report
 from infinity_tools.output import without_leftovers
 from infinity_tools.plot import write_picture
-from infinity_tools.presets import CAUSAL, ModelSource, best_dtype, check_causal, count_parameters, find_model
+from infinity_tools.presets import ModelSource, best_dtype
 from infinity_tools.progress import View, open_view, short
 from infinity_tools.signals import StopRequest
 from infinity_tools.summary import Claim, RunFacts, result_lines, summarize, summary_table, write_summary
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train import resume
+from infinity_tools.train.arguments import arguments_of, check_recipe, complete, defaults_for
+from infinity_tools.train.batch import recommended
 from infinity_tools.train.callbacks import LOG, RunCallback
+from infinity_tools.train.model import build_model, count, find_source
 from infinity_tools.train.recipe import Recipe
 
+if TYPE_CHECKING:
+    from infinity_tools.train.datasets import Data
+
 _log = logging.getLogger("infinity")
-_DEFAULTS = {
-    "logging_steps": 1, "save_strategy": "steps", "save_total_limit": 1, "report_to": "none",
-    "logging_nan_inf_filter": False,
-}  # fmt: skip
-"""Fields of TRL's configuration whose defaults differ from TRL's."""
-_FROM_SCRATCH = {
-    "max_steps": 20, "max_length": 256, "per_device_train_batch_size": 2, "learning_rate": 3e-4, "weight_decay": 0.1,
-    "warmup_steps": 4, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-    "max_grad_norm": 0.0, "gradient_checkpointing": False,
-}  # fmt: skip
-"""Further defaults for a model without weights. Without clipping, updates run in backward."""
-_FINE_TUNING = {"num_train_epochs": 1.0, "learning_rate": 2e-5, "per_device_train_batch_size": 8}
-"""Further defaults for a pretrained model."""
-_LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
-"""Fields of `LoraConfig` whose defaults differ from peft's."""
 _NOISE = (
     "parallel_mode != ParallelMode.DISTRIBUTED", "already on multiple devices", "has new PAD/BOS/EOS tokens",
     "tokenizer has been changed", "padding_free", "Mismatch between tokenized prompt",
@@ -72,8 +60,6 @@ class RunOptions:
 
     resume: str
     """Empty: start a new run. `latest`, `auto` (start a new run if there is no checkpoint), or a checkpoint folder."""
-    config: Path | None
-    """TOML file with settings."""
     trace: str
     """File for a timeline, or empty."""
     metrics_port: int | None
@@ -96,15 +82,55 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     Raises:
         InfinityError: if a value is invalid or training failed. The message gives the reason.
     """
+    recipe, before, settings = _resolved(given, options)
+    if options.metrics_port is not None:
+        from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
+    mesh, ranks = infinity.mesh(), Ranks.current()
+    console = Console(stderr=True)
+    _route_logs(console, ranks, quiet=options.json)
+    out = Path(recipe.get("output_dir") or ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S"))).absolute()
+    recipe["output_dir"] = str(out)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
+        settings = stack.enter_context(_output_folder(out, settings, ranks, resumes=bool(options.resume)))
+        stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
+        view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
+        start = resume.find_start(out, options.resume, settings, ranks)
+        if start is not None and before and ranks.rank == 0:
+            changed = recipes.shown({key: recipe[key] for key in before if key not in recipes.SECRET}, before)
+            _log.warning("these values replace the recipe of the run: %s", changed)
+        view.doing("loading the model's configuration")
+        run = Run(recipe, settings, find_source(recipe, ranks), ranks, view, stop, options)
+        trainer = run.trainer(mesh, start)
+        stack.enter_context(run.open(options))
+        summary, written = None, []
+        if start is not None and (ended := resume.finished(start, trainer.args)):
+            _show_finished(*ended, view, options, ranks)
+        else:
+            run.train(trainer, start)
+            summary = run.summary(trainer)
+            written = _write_results(out, summary) if ranks.rank == 0 else []
+            if ranks.local_rank == 0 and options.metrics_port is not None:
+                stop.sleep(options.metrics_linger)
+    if ranks.rank == 0 and summary is not None:
+        _show(summary, written, options)
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
+    return 128 + run.callback.stopped_by if run.callback.stopped_by else 0
+
+
+def _resolved(given: Mapping[str, Any], options: RunOptions) -> tuple[Recipe, Recipe, Config]:
+    """Return the recipe of a run, the previous values of keys that a resumed run changes, and the settings.
+
+    Raises:
+        ConfigError: if a value is invalid, or conflicts with the run to resume.
+    """
     out: Any = given.get("output_dir")
     stored = resume.stored_recipe(out[-1] if isinstance(out, list) and out else out, options.resume)
-    given = recipes.checked(given, str(given.get("method", stored.get("method", "sft"))))
-    settings = load_config(options.config)
-    if options.config is not None:
-        given = recipes.with_settings({}, with_absolute_paths(settings)) | given
-    recipe, before = resume.merged(given, stored)
-    _check_given(recipe)
-    settings = settings.with_values(**recipes.settings_of(recipe))
+    checked = recipes.checked(given, str(given.get("method", stored.get("method", "sft"))))
+    recipe, before = resume.merged(checked, stored)
+    check_recipe(recipe)
+    settings = Config().with_values(**recipes.settings_of(recipe))
     recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
     if options.resume and settings.run.resume_paths:
         for values in (recipe, before):  # this resume moves the run to storage.paths
@@ -114,72 +140,20 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     if settings.storage.paths:
         starts = {"run.resume": "auto" if options.resume == "auto" else "latest"} if options.resume else {}
         check_config(settings.with_values(**starts))
-    if options.metrics_port is not None:
-        from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
-    mesh, ranks = infinity.mesh(), Ranks.current()
-    console = Console(stderr=True)
-    _route_logs(console, ranks, quiet=options.json)
-    out = Path(recipe.get("output_dir") or ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S"))).absolute()
-    recipe["output_dir"] = str(out)
+    return recipe, before, settings
+
+
+@contextmanager
+def _output_folder(out: Path, settings: Config, ranks: Ranks, *, resumes: bool) -> Iterator[Config]:
+    """Create and claim the output folder. Yield the settings, with a folder for the state.
+
+    Folders that are empty at the end are removed.
+    """
     made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("creating the output folder", lambda: _with_folders(out, settings))
-    written: list[Path] = []
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
-        stack.enter_context(without_leftovers(made))
-        claim: Any = (lambda: Claim(out, LOG, resumes=bool(options.resume))) if ranks.rank == 0 else nullcontext
-        stack.enter_context(ranks.together("claiming the output folder", claim))
-        stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
-        view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
-        start = resume.find_start(out, options.resume, settings, ranks)
-        if start is not None and before and ranks.rank == 0:
-            changed = recipes.shown({key: recipe[key] for key in before if key not in recipes.SECRET}, before)
-            _log.warning("these values replace the recipe of the run: %s", changed)
-        view.doing("loading the model's configuration")
-        source = _find_source(recipe, ranks)
-        check_language_model(source)
-        run = Run(recipe, settings, source, ranks, view, stop, options)
-        trainer = run.trainer(mesh, stack, start)
-        stack.enter_context(_closing(run.callback))
-        if start is not None and (ended := resume.finished(start, trainer.args)):
-            if ranks.rank == 0:
-                _show_finished(*ended, view, options)
-            stack.close()
-            _leave(ranks)
-            return 0
-        run.train(trainer, start)
-        summary = run.summary(trainer)
-        if ranks.rank == 0:
-            written = _write_results(out, summary)
-        if ranks.local_rank == 0 and options.metrics_port is not None:
-            stop.sleep(options.metrics_linger)
-        status = 128 + run.callback.stopped_by if run.callback.stopped_by else 0
-    if ranks.rank == 0:
-        _show(summary, written, options)
-    _leave(ranks)
-    return status
-
-
-def _check_given(recipe: Recipe) -> None:
-    """Check what the Trainer would only report during training, or not at all. Raises `ConfigError`."""
-    evaluates = bool(recipe.get("eval_data") or recipe.get("eval_split")) and recipe.get("eval_strategy") != "no"
-    if recipe.get("early_stopping_patience") and not evaluates:
-        raise ConfigError("--early_stopping_patience requires evaluations; pass --eval_data, and no --eval_strategy no")
-    if recipe.get("push_to_hub"):
-        raise ConfigError(
-            "--push_to_hub is not supported; run `infinity export`, and upload its folder with `hf upload`"
-        )
-
-
-def _arguments(recipe: Recipe, defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
-    """Return the arguments of the trainer. Raises `ConfigError` if they contradict each other."""
-    values = {**defaults, **recipes.arguments_of(recipe), **fixed}
-    # FSDP2's mixed precision policy computes in bf16, so autocast is not needed.
-    values |= {"bf16": False, "disable_tqdm": True, "use_cpu": values.get("use_cpu", not torch.cuda.is_available())}
-    try:
-        return recipes.config_class(recipe["method"])(**values)
-    except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        raise ConfigError(one_line(error)) from error
+    claim: Any = (lambda: Claim(out, LOG, resumes=resumes)) if ranks.rank == 0 else nullcontext
+    with without_leftovers(made), ranks.together("claiming the output folder", claim):
+        yield settings
 
 
 class Run:
@@ -206,90 +180,32 @@ class Run:
         self._parameters, self._trainable = 0, 0
         self.callback = RunCallback(self._out, ranks, view, stop, self._began)
 
-    def trainer(self, mesh: Any, stack: ExitStack, start: Path | None) -> Any:
+    def trainer(self, mesh: Any, start: Path | None) -> Any:
         """Return the trainer, which stores its state on NVMe when training starts.
 
         Args:
             mesh: Device mesh.
-            stack: Stack for the metrics server.
             start: Checkpoint folder from which training will resume, if any.
         """
         from infinity.integrations.transformers import attach
         from infinity_tools.train import datasets
 
-        recipe, source, options = self._recipe, self._source, self._options
-        pretrained = source.weights is not None
-        if pretrained and not recipe.get("data"):
-            raise ConfigError(f"--model {source.name} is pretrained, so --data is required: a dataset to fine-tune on")
+        recipe, source = self._recipe, self._source
         tokenizer = datasets.load_tokenizer(recipe.get("tokenizer"), source, recipe.get("chat_template_path"))
         self._view.doing("preparing the data")
-        chosen = datasets.DataOptions(
-            data=tuple(recipe.get("data") or ()),
-            split=recipe.get("split") or "",
-            eval_data=tuple(recipe.get("eval_data") or ()),
-            eval_split=recipe.get("eval_split") or "",
-            columns=recipe.get("columns") or {},
-        )
         datasets.cache_in(self._out)
-        data = datasets.load(chosen, recipe["method"], tokenizer, source)
+        data = datasets.load(datasets.DataOptions.of(recipe), recipe["method"], tokenizer, source)
         self._said = data.said
-        defaults = {**_DEFAULTS, **(_FINE_TUNING if pretrained else _FROM_SCRATCH), **data.defaults}
-        if data.evaluation is not None:
-            defaults["eval_strategy"] = recipe.get("eval_strategy", "steps" if "eval_steps" in recipe else "epoch")
-        if "num_train_epochs" in recipe:
-            defaults.pop("max_steps", None)
-        if recipe.get("lr_scheduler_type", defaults.get("lr_scheduler_type")) != defaults.get("lr_scheduler_type"):
-            defaults.pop("lr_scheduler_kwargs", None)
-        if recipe.get("early_stopping_patience"):
-            defaults["load_best_model_at_end"] = True
-        if recipe.get("load_best_model_at_end", defaults.get("load_best_model_at_end")):
-            if data.evaluation is not None:
-                defaults["save_strategy"] = defaults["eval_strategy"]
-            if "eval_steps" in recipe:
-                defaults["save_steps"] = recipe["eval_steps"]
-            defaults["save_total_limit"] = 2  # with 1, the Trainer keeps only the best checkpoint at the end
-        defaults["run_name"] = self._settings.run.name
-        fixed: dict[str, Any] = {"output_dir": str(self._out)}
-        if recipe["method"] == "sft":
-            fixed["chat_template_path"] = None  # see `load_tokenizer`
-        args = _arguments(recipe, defaults, fixed)
-        kept = {**defaults, "bf16": self._dtype == "bf16"}
-        if args.max_steps <= 0:
-            kept["num_train_epochs"] = args.num_train_epochs
-        for key in recipes.SECRET:
-            recipe.pop(key, None)
-        recipe |= {name: value for name, value in kept.items() if name not in recipe and name != "run_name"}
-        if options.metrics_port is not None and self._ranks.local_rank == 0:
-            from infinity.telemetry.exporter import serve
-
-            server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
-            host = options.metrics_host or socket.gethostname()
-            self._view.say(f"metrics: http://{host}:{server.port}/metrics")
-        if args.max_grad_norm and self._settings.update.schedule == "in_backward":
-            raise ConfigError(
-                f'update.schedule = "in_backward" updates before the global norm is known, but --max_grad_norm '
-                f'{args.max_grad_norm:g} needs it; pass --max_grad_norm 0, or use "in_forward"'
-            )
-        if args.max_length is not None and args.max_length < 2:
-            raise ConfigError(f"--max_length {args.max_length} must be at least 2")
-        longest = getattr(source.config, "max_position_embeddings", None)
-        if longest is not None and args.max_length is not None and args.max_length > longest:
-            raise ConfigError(
-                f"--max_length {args.max_length} exceeds the {longest} positions of the model (max_position_embeddings)"
-            )
-        model = self._model(mesh)
-        callbacks: list[Any] = [self.callback]
-        if recipe.get("early_stopping_patience"):
-            from transformers import EarlyStoppingCallback
-
-            callbacks.append(EarlyStoppingCallback(recipe["early_stopping_patience"]))
+        args = self._arguments(data)
+        model = build_model(recipe, source, mesh, bf16=self._dtype == "bf16")
+        self._parameters, self._trainable = count(model)
         try:
-            trainer = self._new_trainer(model, args, data, tokenizer, callbacks)
+            trainer = self._new_trainer(model, args, data, tokenizer)
         except InfinityError:
             raise
         except (ValueError, TypeError, RuntimeError, ImportError) as error:
             raise ConfigError(one_line(error)) from error
-        datasets.check_packing(trainer, source.name)
+        datasets.check_packing(trainer, source.name, data.why_not_packed)
         if trainer.eval_dataset is not None:
             datasets.check_prepared(trainer.eval_dataset)
         self._data = resume.check_data(
@@ -300,7 +216,26 @@ class Run:
         attach(trainer, self._settings)
         return trainer
 
-    def _new_trainer(self, model: Any, args: Any, data: Any, tokenizer: Any, callbacks: Sequence[Any]) -> Any:
+    def _arguments(self, data: Data) -> Any:
+        """Return the arguments of the trainer, and complete the recipe."""
+        recipe, source, evaluates = self._recipe, self._source, data.evaluation is not None
+        defaults = defaults_for(recipe, data.defaults, pretrained=source.weights is not None, evaluates=evaluates)
+        args = arguments_of(recipe, {**defaults, "run_name": self._settings.run.name}, source)
+        if source.weights is not None and "per_device_train_batch_size" not in recipe:
+            self._view.doing("planning the batch")
+            batch = self._ranks.on_first(
+                "planning the batch",
+                partial(recommended, recipe, self._settings, args, self._dtype, data.train, self._ranks),
+            )
+            for name, value in batch.items():
+                setattr(args, name, value)
+            defaults |= batch
+            self._said += "\nbatch per rank: " + ", ".join(f"--{name} {value}" for name, value in batch.items())
+        complete(recipe, defaults, args, bf16=self._dtype == "bf16")
+        return args
+
+    def _new_trainer(self, model: Any, args: Any, data: Data, tokenizer: Any) -> Any:
+        from transformers import EarlyStoppingCallback
         from transformers.trainer_callback import PrinterCallback
 
         kind: Any
@@ -314,44 +249,27 @@ class Run:
             train_dataset=data.train,
             eval_dataset=data.evaluation,
             processing_class=tokenizer,
-            callbacks=list(callbacks),
+            callbacks=[self.callback],
         )
         trainer.remove_callback(PrinterCallback)
+        if patience := self._recipe.get("early_stopping_patience"):
+            trainer.add_callback(EarlyStoppingCallback(patience))
         return trainer
 
-    def _model(self, mesh: Any) -> Any:
-        """Return the sharded model on the meta device. With adapters, the base keeps the dtype of its weights."""
-        source, adapters = self._source, recipes.peft_of(self._recipe)
-        compute = torch.bfloat16 if self._dtype == "bf16" else torch.float32
-        values = {
-            "auto_class": CAUSAL,
-            "adapters": self._adapters(adapters) if adapters else None,
-            "dtype": "auto" if adapters else torch.float32,
-            "mp_policy": MixedPrecisionPolicy(compute, torch.float32),
-            "mesh": mesh,
-            "attn_implementation": attention_of(source.config, CAUSAL),
-        }
-        try:
-            if source.weights is None:
-                model = infinity.from_config(source.config, **values)
-            else:
-                model = infinity.from_pretrained(source.weights, **values)
-        except ConfigError as error:
-            raise ConfigError(f"--model {source.name}: {error}") from error
-        check_causal(model.config, source.name)
-        self._parameters = count_parameters(model)
-        self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        if adapters:
-            model.peft_config["default"].base_model_name_or_path = self._recipe["model"]
-        return model
+    @contextmanager
+    def open(self, options: RunOptions) -> Iterator[None]:
+        """Serve metrics if requested. At the end, close the log and the state, or tell the other ranks the reason."""
+        with ExitStack() as stack:
+            if options.metrics_port is not None and self._ranks.local_rank == 0:
+                from infinity.telemetry.exporter import serve
 
-    def _adapters(self, fields: Mapping[str, Any]) -> Any:
-        with needs("train", "--peft"):
-            import peft
-        try:
-            return peft.LoraConfig(**{**_LORA, **fields})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"--peft: {one_line(error)}") from error
+                server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
+                host = options.metrics_host or socket.gethostname()
+                self._view.say(f"metrics: http://{host}:{server.port}/metrics")
+            callback = self.callback
+            stack.callback(callback.close)
+            stack.push(lambda *error: callback.paged.__exit__(*error) if callback.paged is not None else None)
+            yield
 
     def _began(self, paged: PagedOptimizer) -> None:
         """Show the run and store its recipe when its state is on NVMe."""
@@ -444,15 +362,6 @@ class Run:
         return summary | {"next": self._next(stopped=bool(callback.stopped_by))}
 
 
-@contextmanager
-def _closing(callback: RunCallback) -> Iterator[None]:
-    """Close the log and the state on NVMe at the end of a run, or tell the other ranks why it failed."""
-    with ExitStack() as stack:
-        stack.callback(callback.close)
-        stack.push(lambda *error: callback.paged.__exit__(*error) if callback.paged is not None else None)
-        yield
-
-
 class LocalPages:
     """Stats files of this run's ranks on this node, for the metrics exporter."""
 
@@ -468,14 +377,6 @@ class LocalPages:
                 with suppress(StatsFileError):  # a rank has not created its file yet
                     found.append(read_stats_file(file))
         return found
-
-
-def _find_source(recipe: Recipe, ranks: Ranks) -> ModelSource:
-    """Return the model. Rank 0 downloads a model on the Hub before the other ranks look for it."""
-    name = recipe["model"]
-    if ranks.world_size > 1:
-        ranks.on_first("loading the model's configuration", lambda: find_model(name, download=True).name)
-    return ranks.together("loading the model's configuration", lambda: find_model(name, download=True))
 
 
 def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
@@ -494,11 +395,6 @@ def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
     return written
 
 
-def _leave(ranks: Ranks) -> None:
-    if ranks.world_size > 1:
-        dist.destroy_process_group()
-
-
 def _with_folders(out: Path, settings: Config) -> Config:
     """Create the output folder, and a folder for the state if none is set."""
     try:
@@ -513,10 +409,9 @@ def _with_folders(out: Path, settings: Config) -> Config:
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 
-def _show_finished(run_id: str, step: int, view: View, options: RunOptions) -> None:
-    if options.json:
+def _show_finished(run_id: str, step: int, view: View, options: RunOptions, ranks: Ranks) -> None:
+    if options.json and ranks.rank == 0:
         Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
-        return
     view.say(
         f"run {run_id} has already finished at step {step}; to continue, pass a larger --max_steps or "
         "--num_train_epochs"

@@ -80,7 +80,8 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with settings (docs/reference/settings.md); --offload options override it.",
+            help="TOML file with settings (docs/reference/settings.md), which override RECIPE. --offload options "
+            "override both.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -143,8 +144,8 @@ def train(
     2048, --save_steps 100, --report_to tensorboard …
 
     Data: --split, --eval_data, --eval_split and --columns prompt=question,completion=answer. Settings of infinity:
-    --offload.state.format 8bit (docs/reference/settings.md). LoRA: the fields of peft's LoraConfig, --peft.r 16. Early
-    stopping: --early_stopping_patience 3.
+    --offload.state.format 8bit (docs/reference/settings.md). LoRA: the fields of peft's LoraConfig, --peft.r 16. QLoRA:
+    also --quantize nf4, or int8. Early stopping: --early_stopping_patience 3.
 
     To train on 8 GPUs of this machine, pass `--nproc 8`. For several nodes, use `torchrun --nnodes 2 --nproc-per-node 8
     … -m infinity_tools train …`.
@@ -164,6 +165,7 @@ def train(
             list_presets(json=json)
             return
         given = recipes.read(recipe) if recipe is not None else {}
+        given |= recipes.of_config(config) if config is not None else {}
         typed = recipes.of_words(context.meta["extra"])
         own = {
             "model": model,
@@ -179,7 +181,6 @@ def train(
             given,
             RunOptions(
                 resume=resume or "",
-                config=config,
                 trace="" if trace is None else str(trace),
                 metrics_port=metrics_port,
                 metrics_host=metrics_host,

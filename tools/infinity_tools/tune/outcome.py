@@ -32,14 +32,6 @@ class Outcome:
     kind: Kind
     seconds: float = 0.0
     """Step time in seconds: median of the counted steps."""
-    samples: tuple[float, ...] = ()
-    """Seconds of every counted step."""
-    stall_seconds: float = 0.0
-    """Stalled seconds per step: median of the counted steps."""
-    read_bytes: int = 0
-    """Bytes read per step."""
-    written_bytes: int = 0
-    """Bytes written per step."""
     predicted: float = 0.0
     """Step time in seconds predicted by the planner from the bandwidth and computation time of this trial, or from
     `Bounds` if the trial was skipped; 0 if no data is transferred.
@@ -65,7 +57,7 @@ class Outcome:
         return self.kind in ("measured", "slow")
 
 
-Role = Literal["start", "defaults", "change", "again", "put back", "compare"]
+Role = Literal["start", "defaults", "change", "again", "compare"]
 """Purpose of a trial."""
 
 
@@ -106,16 +98,10 @@ class Result:
     """Last measured step time of the winner, in seconds."""
     start_seconds: float
     """Step time of the start, in seconds."""
-    worst: dict[str, Any]
-    """Slowest measured candidate."""
     worst_ratio: float
     """Step time of the slowest candidate relative to the winner."""
-    complete: bool
-    """Whether all candidates were tried before time ran out."""
     tried: int
     """Number of different candidates that were measured."""
-    put_back: dict[str, float] = field(default_factory=dict)
-    """Settings that were reverted at the end, each with the step time after the revert relative to before."""
 
     @property
     def gain(self) -> float:

@@ -6,35 +6,31 @@ therefore makes a few dozen trials and compares each with a measurement made nex
 1. The start (the defaults, or the settings in a file) is measured first. If the start is the defaults, it is measured
    twice, because the first trial runs cold and two equal trials show the noise of the machine. Otherwise the defaults
    are measured next: they are good settings on most machines, and one trial may replace many.
-2. One setting of the best candidate is changed at a time (`Proposals`), first to the neighbors of its value and then to
-   values further away. Values that were tried least, or with the least loss, come first, and a direction that has just
-   helped is continued. After all single changes, pairs of the changes with the least loss are drawn.
+2. One setting of the best candidate is changed at a time, first to the neighbors of its value and then to values
+   further away. Values that were tried least, or with the least loss, come first.
 3. The planner's prediction comes before a measurement. After one step, the plan of a candidate predicts its step time
    from the bandwidth and the computation time of the best candidate. A candidate that is predicted to be slower by a
    factor of `_SKIP` is not measured. A candidate whose first counted step takes `_SLOW` times as long as the best is
    stopped.
-4. Many candidates get few trials, and promising ones get more. A candidate that is not faster is dropped. If it is
-   faster, but by less than noise could explain, it is measured again after the best candidate, and the median of the
-   ratios decides. It has to gain more than `GAIN` and more than the noise.
+4. A candidate that is not faster is dropped. Otherwise it is measured again after the best candidate, and the mean of
+   both ratios decides. It has to gain more than `GAIN` and more than the noise.
 5. The best candidate is measured again every few trials. Ratios refer to its last measurement, so drift of the machine
    cancels out.
-6. At the end, each changed setting is reverted once and stays reverted unless that costs more than `GAIN`. Then start
-   and winner are measured alternately (`repeats`). The median of these ratios is the gain, and half their range is its
-   spread. If the gain is below `GAIN` or below the spread, the start is kept.
+6. At the end, start and winner are measured alternately (`repeats`). The median of these ratios is the gain, and half
+   their range is its spread. If the gain is below `GAIN` or below the spread, the start is kept.
 
-Only pairs are drawn at random, from a seed. The same outcomes lead to the same trials, so a search can be resumed from
-its journal.
+The same outcomes lead to the same trials, so a search can be resumed from its journal.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
-from infinity_tools.tune.proposals import Proposals
 from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space
 
 GAIN = 0.01
@@ -42,12 +38,10 @@ GAIN = 0.01
 _SLOW, _SKIP = 1.5, 1.2
 _AGAIN = 4
 """Number of trials after which the best candidate is measured again."""
-_ROUNDS = 1
-"""Number of repeated measurements of a promising candidate, alternating with the best candidate."""
 _NOISE, _MOST_NOISE = 0.02, 0.2
 """Assumed noise of a ratio before the first repeated measurement, and its upper limit."""
-_SURE, _SURE_NOISES = 0.05, 2.5
-"""A gain above this value, and above this multiple of the noise, needs no second measurement."""
+_TRIED, _LOSS = 2.0, 10.0
+"""Additions to the distance of a value: for each trial of the value, and for a trial that took twice as long."""
 _MOST_RESERVED = 0.4
 """Maximum fraction of the time that is reserved for the final comparison."""
 
@@ -78,7 +72,6 @@ class Search:
         *,
         seconds: float,
         repeats: int = 3,
-        seed: int = 0,
         on_trial: Callable[[Trial], None] = lambda trial: None,
         on_best: Callable[[float, Candidate], None] = lambda relative, best: None,
     ) -> None:
@@ -90,7 +83,6 @@ class Search:
             clock: Function that returns the seconds since the search began.
             seconds: Time limit of the search.
             repeats: Number of final comparisons between start and winner.
-            seed: Seed for random pairs.
             on_trial: Called after every trial.
             on_best: Called for every new best candidate with its step time relative to the start.
         """
@@ -104,12 +96,9 @@ class Search:
         """Best candidate so far."""
         self.relative = 1.0
         """Step time of the best candidate relative to the start."""
-        self._baseline = self.best  # values for reverted settings: the start, or the defaults if they were faster
         self._shown = Outcome(kind="failed")  # last measurement of the best candidate
         self._age = 0  # number of trials since that measurement
         self._spread = [_NOISE]  # |log| of ratios of the same candidate
-        self._proposals = Proposals(self._space, seed)
-        self._put_back: dict[str, float] = {}
 
     @property
     def noise(self) -> float:
@@ -117,25 +106,21 @@ class Search:
         return min(_MOST_NOISE, 1.48 * statistics.median(self._spread))
 
     def run(self) -> Result:
-        """Search until time runs out or all candidates have been tried.
+        """Search until time runs out or all single changes of the best candidate have been tried.
 
         Raises:
             SearchFailed: if the start cannot be measured.
         """
         self._begin()
-        complete = False
         while self._has_time(1):
             if self._age >= _AGAIN:
                 self._measure_best("again")
-                continue
-            following = self._proposals.following(self.best)
-            if following is None:
-                complete = True
+            elif (candidate := self._following()) is not None:
+                self._challenge(candidate, "change")
+            else:
                 break
-            self._challenge(following, "change")
-        self._put_settings_back()
         gains = self._compare()
-        return self._result(gains, complete)
+        return self._result(gains)
 
     # Parts of a search #
 
@@ -150,52 +135,41 @@ class Search:
             self._measure_best("start")
         else:
             self._challenge(dict(self._space.defaults), "defaults")
-            self._baseline = self.best
-        self._space = self._proposals.space = self._make_space(self._effective)
+        self._space = self._make_space(self._effective)
+
+    def _following(self) -> dict[str, Any] | None:
+        """Return the next single change of the best candidate, or None if all have been tried."""
+        tried = {self._space.key(trial.candidate) for trial in self.trials}
+        costs: defaultdict[tuple[str, Any], float] = defaultdict(float)
+        for trial in self.trials:
+            if trial.role == "change":
+                loss = 1.0 if trial.ratio is None else min(1.0, max(0.0, trial.ratio - 1))
+                costs[next(iter(trial.changes.items()))] += _TRIED + _LOSS * loss
+        scored = [
+            (setting.distance(self.best[setting.name], value) + costs[setting.name, value], setting.name, value)
+            for setting in self._space.settings
+            for value in setting.values
+            if self._space.key({**self.best, setting.name: value}) not in tried
+        ]
+        if not scored:
+            return None
+        _, name, value = min(scored, key=lambda row: row[0])
+        return {**self.best, name: value}
 
     def _challenge(self, candidate: dict[str, Any], role: Role) -> None:
-        changes = self._space.changes(candidate, self.best)
         outcome = self._try(candidate, role, self._bounds())
-        ratio = self._ratio(outcome)
-        ratios = [] if ratio is None else [ratio]
-        self._proposals.note(changes, ratios[0] if ratios else math.inf)
         if outcome.kind != "measured":
             return
-        while len(ratios) <= _ROUNDS and self._is_promising(ratios) and not self._is_sure(ratios):
-            if not self._has_time(2):
-                break
+        ratio = outcome.seconds / self._shown.seconds
+        if ratio < 1 - max(GAIN, self.noise / 2) and self._has_time(2):
             self._measure_best("again")
             outcome = self._try(candidate, "again", self._bounds(skip=False))
             if not outcome.counts:
                 return
-            ratios.append(outcome.seconds / self._shown.seconds)
-        ratio = statistics.median(ratios)
+            ratio = (ratio + outcome.seconds / self._shown.seconds) / 2
         if ratio < 1 - max(GAIN, self.noise):
-            self._proposals.follow(changes, self.best)
             self.best, self.relative, self._shown, self._age = candidate, self.relative * ratio, outcome, 0
             self._on_best(self.relative, self.best)
-
-    def _is_promising(self, ratios: list[float]) -> bool:
-        return statistics.median(ratios) < 1 - max(GAIN, self.noise / 2)
-
-    def _is_sure(self, ratios: list[float]) -> bool:
-        return statistics.median(ratios) < 1 - max(_SURE, _SURE_NOISES * self.noise)
-
-    def _put_settings_back(self) -> None:
-        """Revert changes that do not help. A single change needs no revert: the final comparison measures it."""
-        for name in self._changes_to_put_back():
-            if not self._changes_to_put_back() or not self._has_time(1, self._comparing_seconds()):
-                return
-            candidate = {**self.best, name: self._baseline[name]}
-            outcome = self._try(candidate, "put back", self._bounds(skip=False))
-            if outcome.kind == "measured" and (ratio := outcome.seconds / self._shown.seconds) < 1 + GAIN:
-                self.best, self.relative, self._shown = candidate, self.relative * ratio, outcome
-                self._put_back[name] = ratio
-
-    def _changes_to_put_back(self) -> dict[str, Any]:
-        if len(self._space.changes(self.best, self._space.start)) < 2:
-            return {}
-        return self._space.changes(self.best, self._baseline)
 
     def _compare(self) -> tuple[float, ...]:
         """Measure the start and the best candidate alternately. Without a gain, the start becomes the best candidate
@@ -207,7 +181,7 @@ class Search:
             return ()
         winner = self._shown
         for number in range(self._repeats):
-            if number and not self._has_time(2, 0.0):
+            if number and self._clock() + 2 * self._trial_seconds() > self._seconds:
                 break
             before = self._try(start, "compare", Bounds())
             after = self._try(self.best, "compare", Bounds())
@@ -225,7 +199,6 @@ class Search:
 
     def _try(self, candidate: dict[str, Any], role: Role, bounds: Bounds) -> Outcome:
         outcome = self._measure(candidate, role, bounds)
-        self._proposals.tried.append(dict(candidate))
         self._age += 1
         if outcome.counts:
             self._effective |= {
@@ -276,13 +249,9 @@ class Search:
 
     # Time #
 
-    def _has_time(self, trials: int, kept: float | None = None) -> bool:
-        """Return whether this many trials fit before the last `kept` seconds, by default the time of all final
-        measurements.
-        """
-        if kept is None:
-            kept = self._comparing_seconds() + len(self._changes_to_put_back()) * self._trial_seconds()
-        return self._clock() + trials * self._trial_seconds() + kept <= self._seconds
+    def _has_time(self, trials: int) -> bool:
+        """Return whether this many trials fit before the final comparison."""
+        return self._clock() + trials * self._trial_seconds() + self._comparing_seconds() <= self._seconds
 
     def _trial_seconds(self) -> float:
         walls = [trial.outcome.wall for trial in self.trials[-8:] if trial.outcome.kind == "measured"]
@@ -296,10 +265,10 @@ class Search:
         once = sum(walls.get(self._space.key(one), 0.0) for one in (self._space.start, self.best))
         return max(once, min(self._repeats * once, _MOST_RESERVED * self._seconds))
 
-    def _result(self, gains: tuple[float, ...], complete: bool) -> Result:
+    def _result(self, gains: tuple[float, ...]) -> Result:
         start = self._space.key(self._space.start)
         measured = [trial for trial in self.trials if trial.outcome.counts and trial.relative is not None]
-        worst = max(measured, key=lambda trial: trial.relative or 0.0)
+        worst = max(trial.relative or 0.0 for trial in measured)
         last = [trial for trial in measured if self._space.key(trial.candidate) == start][-1]
         return Result(
             start=dict(self._space.start),
@@ -308,9 +277,6 @@ class Search:
             noise=self.noise,
             step_seconds=self._shown.seconds if self.best != self._space.start else last.outcome.seconds,
             start_seconds=last.outcome.seconds,
-            worst=worst.candidate,
-            worst_ratio=max(1.0, (worst.relative or 1.0) / self.relative),
-            complete=complete,
+            worst_ratio=max(1.0, worst / self.relative),
             tried=len({self._space.key(trial.candidate) for trial in measured}),
-            put_back=self._put_back,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,14 +86,6 @@ class Space:
         self.start, self.defaults = dict(start), dict(defaults)
         self._page_bytes = page_bytes
 
-    @property
-    def size(self) -> int:
-        """Number of candidates."""
-        count = 1
-        for setting in self.settings:
-            count *= len(setting.values)
-        return count
-
     def key(self, candidate: Candidate) -> tuple[Any, ...]:
         """Return a key that is equal for equivalent candidates: a request size is limited by the page size."""
         found = dict(candidate)
@@ -106,12 +97,6 @@ class Space:
     def changes(self, candidate: Candidate, base: Candidate) -> dict[str, Any]:
         """Return the settings in which a candidate differs from `base`."""
         return {name: value for name, value in candidate.items() if value != base[name]}
-
-    def all(self) -> list[dict[str, Any]]:
-        """Return all candidates."""
-        names = [setting.name for setting in self.settings]
-        rows = itertools.product(*(setting.values for setting in self.settings))
-        return [{**self.start, **dict(zip(names, row, strict=True))} for row in rows]
 
 
 def value_of(settings: Config, name: str) -> Any:

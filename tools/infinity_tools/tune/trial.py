@@ -37,7 +37,6 @@ class Workload:
     seq: int
     max_grad_norm: float | None
     threads: int
-    seed: int
 
 
 class Trials:
@@ -108,7 +107,7 @@ class Trials:
         if workload.loss_tokens is not None:
             infinity.sliced_loss(model, workload.loss_tokens)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        with infinity.offload(model, optimizer, _trial(settings, candidate, folders, workload.seed),
+        with infinity.offload(model, optimizer, _trial(settings, candidate, folders),
                               weights=self._source.weights) as paged:  # fmt: skip
             self._runs.append(paged.run.folder.run_id)
             self._step(model, paged)
@@ -135,10 +134,6 @@ class Trials:
         return Outcome(
             kind="slow" if slow else "measured",
             seconds=statistics.median(record.seconds for record in counted),
-            samples=tuple(record.seconds for record in counted),
-            stall_seconds=statistics.median(record.stall_seconds for record in counted),
-            read_bytes=round(statistics.median(record.read_bytes for record in counted)),
-            written_bytes=round(statistics.median(record.written_bytes for record in counted)),
             predicted=paged.predict_seconds(bandwidth, computation) if bandwidth else 0.0,
             bandwidth=bandwidth,
             computation=computation,
@@ -172,10 +167,10 @@ def _are_enough(records: Sequence[Any]) -> bool:
     return len(records) >= _LEAST_STEPS and sum(record.seconds for record in records) >= _LEAST_SECONDS
 
 
-def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], seed: int) -> Config:
+def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str]) -> Config:
     """Return the settings of a trial, which never resumes, keeps no data and writes no checkpoints or timeline."""
     changed = settings.with_values(**candidate, **{"storage.paths": list(folders), "telemetry.timeline": ""})
-    return replace(changed, run=RunConfig(keep="never", seed=seed))
+    return replace(changed, run=RunConfig(keep="never"))
 
 
 def _written(paged: PagedOptimizer) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from infinity.cli_errors import Version, finite, setting
+from infinity.cli_errors import Version, finite
 from infinity.config import load_config
 from infinity_tools.preset_list import list_presets
 from infinity_tools.shared_options import setting_option, shared_option
@@ -23,7 +23,7 @@ _MODEL, _STATE, _SEARCH = "Model and batch", "State on NVMe", "Search"
 
 def tune(
     out: Annotated[
-        Path, typer.Option(help="Output folder for infinity.toml, tune.json, tune.png and trials.jsonl.")
+        Path, typer.Option(help="Output folder for infinity.toml, tune.json, tune.png and trials.json.")
     ] = Path("tuned"),
     model: Annotated[
         str,
@@ -81,14 +81,9 @@ def tune(
     ] = 3,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the search in OUT/trials.jsonl; --minutes includes the earlier time.",
+        typer.Option("--resume", help="Continue the search in OUT/trials.json; --minutes includes the earlier time.",
                      rich_help_panel=_SEARCH),
     ] = False,
-    seed: Annotated[
-        int,
-        typer.Option(callback=setting("run.seed"), help="Random seed of the initialization and of the search.",
-                     rich_help_panel=_SEARCH),
-    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:  # fmt: skip
@@ -117,7 +112,6 @@ def tune(
         seq=seq,
         max_grad_norm=max_grad_norm,
         threads=threads,
-        seed=seed,
     )
     changes: dict[str, Any] = {
         "storage.paths": [str(path) for path in nvme] if nvme else None,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config
-from infinity.errors import ConfigError
 from infinity.units import format_number, format_size
-from infinity.untrusted_files import replacing
+from infinity_tools.output import write_out
 from infinity_tools.progress import short
 from infinity_tools.toml import settings_toml
 from infinity_tools.tune.outcome import Result, Trial
@@ -20,20 +19,7 @@ from infinity_tools.tune.search_space import describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def write_settings(file: Path, settings: Config, heading: Sequence[str]) -> None:
-    """Write the settings that differ from the defaults.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
-    text = settings_toml(settings, heading)
-    try:
-        with replacing(file, 0o666) as out:
-            out.write(text.encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}; choose another folder with --out") from error
+    from matplotlib.figure import Figure
 
 
 def summarize(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -55,10 +41,7 @@ def summarize(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any],
         "start": result.start,
         "best": result.best,
         "changes": changes,
-        "worst": result.worst,
-        "put_back": result.put_back,
         "seconds": seconds,
-        "everything_tried": result.complete,
         "candidates": result.tried,
         "trials": {kind: kinds.count(kind) for kind in ("measured", "slow", "skipped", "failed")},
         "failures": {
@@ -109,26 +92,22 @@ def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
     return lines
 
 
-def write_results(out: Path, summary: dict[str, Any], trials: Sequence[Trial]) -> None:
-    """Write tune.json and tune.png. Raises `ConfigError` if they cannot be written."""
-    try:
-        with replacing(out / "tune.json", 0o666) as file:
-            file.write(
-                (json.dumps({**summary, "journal": [_row(trial) for trial in trials]}, indent=1) + "\n").encode()
-            )
-        draw(out / "tune.png", summary, trials)
-    except OSError as error:
-        raise ConfigError(f"cannot write to --out {str(out)!r}: {error.strerror}; choose another folder") from error
+def write_results(
+    out: Path, settings: Config, heading: Sequence[str], summary: dict[str, Any], trials: Sequence[Trial]
+) -> None:
+    """Write infinity.toml, tune.json and tune.png. Raises `ConfigError` if they cannot be written."""
+    journal = [asdict(trial) for trial in trials]
+    for row in journal:
+        row["outcome"] = {key: row["outcome"][key] for key in ("kind", "seconds", "wall", "reason")}
+    texts = {
+        "infinity.toml": settings_toml(settings, heading),
+        "tune.json": json.dumps({**summary, "journal": journal}, indent=1) + "\n",
+    }
+    write_out(out, texts, {"tune.png": _figure(summary, trials)})
 
 
-def _row(trial: Trial) -> dict[str, Any]:
-    row = asdict(trial)
-    row["outcome"] = {key: row["outcome"][key] for key in ("kind", "seconds", "stall_seconds", "wall", "reason")}
-    return row
-
-
-def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> None:
-    """Draw the best candidate over time and the effect of each value. Raises `OSError`."""
+def _figure(summary: Mapping[str, Any], trials: Sequence[Trial]) -> Figure:
+    """Draw the best candidate over time and the effect of each value."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -139,8 +118,7 @@ def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> Non
     _draw_time(left, trials)
     _draw_effects(right, rows, summary["noise"])
     figure.suptitle(f"{summary['model']} · {short(summary['parameters'])} parameters · {summary['device']}")
-    with replacing(file, 0o666) as out:
-        figure.savefig(out, format="png", dpi=120)
+    return figure
 
 
 def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:

@@ -18,8 +18,7 @@ from infinity.config import Config, check_config
 from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
-from infinity.untrusted_files import why_not_written
-from infinity_tools.output import without_leftovers
+from infinity_tools.output import check_out, without_leftovers
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
 from infinity_tools.trial_folders import trial_folders
@@ -30,9 +29,9 @@ from infinity_tools.tune.search import Search, SearchFailed
 from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candidate_of, make_space
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.trial_worker import Worker
-from infinity_tools.tune.tune_report import summarize, write_results, write_settings
+from infinity_tools.tune.tune_report import summarize, write_results
 
-FILES = ("infinity.toml", "tune.json", "tune.png", "trials.jsonl")
+FILES = ("infinity.toml", "tune.json", "tune.png", "trials.json")
 """Output files."""
 SETTINGS, JOURNAL = FILES[0], FILES[-1]
 
@@ -109,7 +108,8 @@ class Tuning:
         with ExitStack() as stack:
             made = [folder for folder in (self._out, *self._out.parents) if not os.path.lexists(folder)]
             stack.enter_context(without_leftovers(made))
-            _make(self._out)
+            check_out(self._out)
+            self._out.mkdir(parents=True, exist_ok=True)
             check_file(self._out / JOURNAL, resume=resume)
             stop = stack.enter_context(
                 StopRequest("" if self._json else "stopping; press Ctrl-C again to stop immediately")
@@ -121,25 +121,17 @@ class Tuning:
             worker = stack.enter_context(Worker(plan.workload, plan.settings, folders, lambda: stop.received))
             worker.start()
             self._say_workload(view, worker)
-            journal = Journal(self._out / JOURNAL, self._about(worker), began, resume=resume)
+            options = {name.replace("_", "-"): value for name, value in self._about(worker).items()}
+            journal = Journal(self._out / JOURNAL, {**options, **plan.start}, began, resume=resume)
             result, seconds = self._search(view, worker, journal)
         facts = {
-            **worker.facts,
-            **asdict(plan.workload),
-            "paths": list(plan.settings.storage.paths),
-            "host_bytes": plan.limits.host_bytes,
-            "allow_format": plan.limits.formats,
-            "activations": plan.settings.activations.tier,
-            "machine": _machine(),
+            **self._about(worker),
             "minutes": plan.minutes,
             "start_is_defaults": plan.start == candidate_of(Config(), plan.limits.host_bytes),
-            "model": worker.facts["model"],
-            "dtype": worker.facts["dtype"],
         }
         summary = summarize(result, self._trials, facts, seconds)
         found = plan.settings.with_values(**result.best)
-        write_settings(self._out / SETTINGS, found, self._heading(summary))
-        write_results(self._out, summary, self._trials)
+        write_results(self._out, found, self._heading(summary), summary, self._trials)
         return summary
 
     def _search(self, view: View, worker: Worker, journal: Journal) -> tuple[Result, float]:
@@ -164,7 +156,6 @@ class Tuning:
             journal.clock,
             seconds=60 * plan.minutes,
             repeats=plan.repeats,
-            seed=plan.workload.seed,
             on_trial=tried,
             on_best=view.improved,
         )
@@ -184,17 +175,16 @@ class Tuning:
         )
 
     def _about(self, worker: Worker) -> dict[str, Any]:
+        """Return the workload and the machine, named like the options."""
         plan = self._plan
-        workload = {key: value for key, value in asdict(plan.workload).items() if key not in ("model", "dtype")}
         return {
+            **asdict(plan.workload),
             **worker.facts,
-            **{name.replace("_", "-"): value for name, value in workload.items()},
             "nvme": list(plan.settings.storage.paths),
-            "host-memory": plan.limits.host_bytes,
-            "allow-format": plan.limits.formats,
+            "host_memory": plan.limits.host_bytes,
+            "allow_format": plan.limits.formats,
             "activations": plan.settings.activations.tier,
-            **plan.start,
-            "machine": _machine(),
+            "machine": f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}",
         }
 
     def _heading(self, summary: dict[str, Any]) -> list[str]:
@@ -219,17 +209,3 @@ class Tuning:
                 with suppress(OSError):
                     sys.stderr.write(f"stopped: {left}\n")
             raise
-
-
-def _machine() -> str:
-    return f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create --out {str(out)!r}: {error.strerror}; choose a writable folder") from error
-    for name in FILES:
-        if why := why_not_written(out / name):
-            raise ConfigError(f"cannot write {out / name}: {why}; choose another folder with --out")
