@@ -71,7 +71,7 @@ FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2
 """Steps per turn, of which the last one is timed."""
 LEAST_ROUNDS = 7
-"""Smallest number of rounds that two trees are compared with."""
+"""Minimum number of rounds with `--against`."""
 WARM = 2
 """Warm-up steps of each variant. infinity records its trace in the first and fills its host cache in the second."""
 
@@ -342,13 +342,11 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
             device: {n: row["over_torch"] for n, row in rows.items() if "over_torch" in row and row.get("hidden")}
             for device, rows in devices.items()
         },
-        "against": {
-            device: {n: row["against"] for n, row in rows.items() if "against" in row}
-            for device, rows in devices.items()
-        },
         "bytes_per_parameter": {},
         "predicted_over_measured_bytes": {},
     }
+    if "against_commit" in result:
+        found["against"] = {device: {n: row["against"] for n, row in rows.items()} for device, rows in devices.items()}
     for row in result.get("bytes", ()):
         if row["smallest"]:
             found["bytes_per_parameter"].setdefault(row["format"], {})[row["schedule"]] = row["bytes_per_parameter"]

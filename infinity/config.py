@@ -42,7 +42,7 @@ class StorageConfig:
     )
     engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto",
-        "I/O engine. `auto`: `io_uring` if it is available, otherwise `threads`.",
+        "I/O engine. `auto`: `io_uring` if it is available (Linux 6.1 or newer), otherwise `threads`.",
     )
     request_bytes: int = setting(
         2 * MIB,

@@ -19,8 +19,6 @@ def _option(name: str) -> Any:
     section, key = name.split(".")
     settings = getattr(DaemonConfig(), section)
     text, default = settings.__dataclass_fields__[key].metadata["doc"], getattr(settings, key)
-    if isinstance(default, tuple):
-        text += " May be repeated."
     return typer.Option(help=f"{text} [default: {default}]" if default else text)
 
 
@@ -35,7 +33,14 @@ def _daemon(
     port: Annotated[int | None, _option("server.port")] = None,
     host: Annotated[str | None, _option("server.host")] = None,
     token_file: Annotated[str | None, _option("server.token_file")] = None,
-    device_path: Annotated[list[str] | None, _option("drives.paths")] = None,
+    device_path: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder on an NVMe drive, usually one of the `storage.paths` of runs. The daemon reports and measures "
+            "the drive, and searches the folder and up to three levels of subfolders for stale runs. It also reports "
+            "drives used by live ranks. Can be repeated."
+        ),
+    ] = None,
     socket: Annotated[str | None, _option("server.socket")] = None,
     group: Annotated[str | None, _option("server.group")] = None,
     keep_dead_seconds: Annotated[int | None, _option("stats_files.keep_dead_seconds")] = None,

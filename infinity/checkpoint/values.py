@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity.content.format import ITEMSIZE
 from infinity.content.views import dtype_name, torch_dtype
 from infinity.errors import CheckpointError
 from infinity.schema import brief
@@ -56,7 +57,7 @@ def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any, place: str, depth: int, *, tensors: bool = False) -> Any:
     if not depth:
         raise CheckpointError(f"{place[:200]}… is nested more than {_MOST_NESTED} levels deep, or contains itself")
-    if tensors and isinstance(value, torch.Tensor):
+    if tensors and isinstance(value, torch.Tensor) and dtype_name(value.dtype) in ITEMSIZE:
         return {"tensor": [dtype_name(value.dtype), list(value.shape), value.tolist()]}
     if tensors and isinstance(value, np.generic):
         value = value.item()  # computed by a scheduler with NumPy
@@ -119,6 +120,8 @@ def _rich(value: Any) -> Any:
     if mark == "tensor":
         try:
             dtype, shape, content = items
+            if dtype not in ITEMSIZE:
+                raise ValueError(f"the dtype {brief(dtype)} is not supported")
             return torch.tensor(content, dtype=torch_dtype(dtype)).reshape(shape)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{brief(value)} is not a tensor: {error}") from error

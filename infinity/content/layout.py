@@ -280,7 +280,10 @@ _START = attrgetter("start")
 
 
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-    """Yield (page, first, last) for the pages that have elements in [start, stop), in order."""
+    """Yield (page, first, last) for the pages that have elements in [start, stop), in order.
+
+    The pages are contiguous, and one of them contains `start`.
+    """
     if not pages or stop <= start:
         return
     for position in range(bisect_right(pages, start, key=_START) - 1, len(pages)):

@@ -362,8 +362,8 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        # Two bounds save most simulations: a step without storage takes at most as long as one with more tokens, and at
-        # least as long as its computation.
+        # Two bounds save most simulations: a step without storage takes at least as long as its computation and, as is
+        # assumed here, at most as long as one with more tokens.
         most = self.step_seconds(max(batch_tokens, self.workload.batch_tokens), *STORAGE)
         if self._least_seconds(batch_tokens) > HIDDEN * most:
             return False

@@ -62,8 +62,9 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 class Gradient(TensorHandle, Protocol):
     """Gradient of one shard, from the time it first arrives until it is consumed or dropped.
 
-    `load` and `save` use the local shape. Afterwards, every method raises `InfinityError` with the reason and the fix.
-    The only exceptions are `save` and `clear`, which may start a new gradient after `step()`.
+    `load` may return the gradient itself, in the local shape. `save` accepts any shape. After the gradient has been
+    consumed or dropped, every method raises `InfinityError` with the reason and the fix. The only exceptions are `save`
+    and `clear`, which may start a new gradient after `step()`.
     """
 
     def clear(self) -> None:

@@ -37,7 +37,10 @@ _PORTABLE: Final = 1
 
 
 class DeviceEvent:
-    """Point on a stream, after all operations that were queued previously. This base class has always passed."""
+    """Point on a stream, after all operations that were queued previously.
+
+    An event of this base class has always passed.
+    """
 
     def passed(self) -> bool:
         """Return whether the device has reached the event, without blocking."""

@@ -371,7 +371,7 @@ class Gradients:
     def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
         self._drop(shard)
         gradient = self._current[shard] = OneGradient(self, shard, values.shape)
-        self._hold(gradient, values)
+        self._hold(gradient, values.contiguous())
         return gradient
 
     def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:

@@ -80,8 +80,8 @@ class Run:
         """Open the run.
 
         Args:
-            directory: locked folders of the run. The caller releases them if this constructor raises an error. device:
-                compute device.
+            directory: locked folders of the run. The caller releases them if this constructor raises an error.
+            device: compute device.
             exchanges: whether ranks exchange data during updates.
 
         Raises:

@@ -587,30 +587,6 @@ class Simulation:
         return max(max(length, total) / bandwidth, least)
 
 
-def lengths(
-    plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
-) -> list[float]:
-    """Return the result of `Simulation.length` for each given computation time."""
-    simulation = Simulation(plan, layout, threaded=threaded)
-    return [simulation.length(work, resources) for work in works]
-
-
-def predict_seconds(
-    plan: Plan,
-    layout: Layout,
-    *,
-    bandwidth: float,
-    computation: float,
-    resources: OtherResources = NOTHING,
-    activations: float = 0.0,
-    threaded: bool,
-) -> float:
-    """Return the result of `Simulation.seconds` for one plan."""
-    return Simulation(plan, layout, threaded=threaded).seconds(
-        bandwidth=bandwidth, computation=computation, resources=resources, activations=activations
-    )
-
-
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
     """Return a copy of `plan` that runs a prefix once before the trace.
 

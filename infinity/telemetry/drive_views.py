@@ -64,7 +64,11 @@ class DriveLooks:
         """
         looked = drive_trees(paths, self._sysfs)
         self._counts = {drive.name: self._counts.get(drive.name, deque()) for drive, _ in looked if drive is not None}
-        return [(drive, tree if drive is None else tree | self._rates(drive, tree, now)) for drive, tree in looked]
+        return [(drive, self._with_rates(drive, tree, now)) for drive, tree in looked]
+
+    def _with_rates(self, drive: Drive | None, tree: Tree, now: float) -> Tree:
+        rates = {} if drive is None else self._rates(drive, tree, now)
+        return {name: value for name, value in tree.items() if name != "counters"} | rates
 
     def _rates(self, drive: Drive, tree: Tree, now: float) -> Tree:
         """Return the drive's throughput, busy fraction and latency, for the requests of all processes.

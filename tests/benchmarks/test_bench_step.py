@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from bench_step import ROOT, figures
+from bench_step import ROOT, figures, headlines
 
 BENCHMARKS = ROOT / "benchmarks"
 IMPORT = """
@@ -37,10 +37,14 @@ def test_two_trees_are_compared_by_the_ratio_of_their_medians() -> None:
         name: [{"seconds": value, "processor_seconds": value, "stall": 0.0, "schedule": "auto"} for value in found]
         for name, found in {"infinity": (3.0, 1.0, 2.0, 9.0, 2.0, 2.0, 3.0), "against": (4.0,) * 7}.items()
     }
-    assert figures(rows)["against"] == {
+    found = figures(rows)
+    assert found["against"] == {
         "ratio_of_medians": 0.5,
         "quartiles": {"infinity": [2.0, 2.0, 3.0], "against": [4.0, 4.0, 4.0]},
     }
+    result = {"devices": {"drive": {"by_tokens": {"8": found}}}}
+    assert headlines({**result, "against_commit": "0"})["against"] == {"drive": {"8": found["against"]}}
+    assert "against" not in headlines({"devices": {}})
 
 
 @pytest.mark.parametrize(("against", "rounds"), [("/", 7), (ROOT, 6)], ids=["no worktree", "too few rounds"])

@@ -359,6 +359,20 @@ def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_failed_second_checkpoint_of_a_step_keeps_the_first(
+    undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint is valid even if random numbers were drawn before the second."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        torch.rand(5)
+        monkeypatch.setattr(manifests, "write_manifest", no_space)
+        with pytest.raises(StorageError, match="No space left"):
+            session.save_checkpoint()
+        monkeypatch.undo()
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
 def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
     """Resuming and closing does not remove a checkpoint that was saved before the first step."""
     with Session(tmp_path) as session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def test_the_page_and_its_files_are_served_unchanged(tmp_path):
             assert headers["Content-Type"] == request(process.port, path)[1]["Content-Type"]
         for path in ("/state.py", "/../service.py", "/site/page.js", "/index.html"):
             assert request(process.port, path)[0] == 404
+
+
+def test_the_page_has_no_external_or_inline_code():
+    """The files contain no other host's URL, no inline script or style, and no HTML built from strings."""
+    assert {path.name for path in SITE.iterdir()} == {*FILES.values(), "icon.svg"}
+    for path in SITE.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|//[a-z]+\.", text), path.name
+    page = (SITE / "index.html").read_text()
+    assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*\ssrc=)", page)
+    for name in ("page.js", "chart.js", "units.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(", (SITE / name).read_text()
+        )
 
 
 def test_the_stream_sends_the_state_and_its_changes(tmp_path):

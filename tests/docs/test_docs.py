@@ -53,6 +53,13 @@ def test_relative_links_resolve() -> None:
     assert [(page, link) for page in PAGES for link in broken_links(page)] == []
 
 
+def test_broken_links_are_detected(tmp_path: Path) -> None:
+    """Links in code blocks are ignored."""
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`, c\n## D\n## D\n[1](#a-b-c) [2](#d-1) [3](gone.md) [4](#e)\n```\n[5](gone.md)\n```\n")
+    assert list(broken_links(page)) == ["gone.md", "#e"]
+
+
 def test_table_cells_are_short() -> None:
     """A table cell has at most 200 characters, counted as rendered."""
     rows = [(page, line) for page in PAGES for line in prose(page).splitlines() if line.startswith("|")]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.estimate import machine
+from infinity.estimate import advice, machine
+from infinity.estimate.estimate import HIDDEN
 from support.command import run_here
 from support.plan_page import SAMPLE, errors, paper
 
@@ -56,3 +57,10 @@ def test_update_costs_match_the_measurements() -> None:
     assert {name: float(f"{value:.2g}") for name, value in measured.items()} == {
         name: pytest.approx(1e9 * each) for name, each in machine.UPDATE_SECONDS.items()
     }
+
+
+def test_numbers_match_the_code() -> None:
+    words = " ".join(PAGE.split())
+    assert f"{machine.REACHED:.0%} of the peak".replace("%", " %") in words
+    assert f"at least {advice.LEAST_GAIN:.0%}".replace("%", " %") in words
+    assert f"at most {HIDDEN - 1:.0%}" in words

@@ -5,9 +5,28 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from infinity.io.probe.points import MARGIN
+from infinity.io.probe.quick import QUICK_BYTES, QUICK_SECONDS
+from infinity.io.probe.sustained import FALLEN, FLUSHED, MOST_BYTES, WINDOW
+from infinity.units import format_size
+from infinity_tools.probe.recommendation import ROUNDS
 from support.command import run_here
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "how-to" / "probe.md").read_text().split())
+
+
+def test_numbers_match_the_code() -> None:
+    assert (ROUNDS, QUICK_SECONDS) == (3, 0.5)
+    for statement in (
+        f"within {MARGIN * 100:.0f} % of the best",
+        f"by more than {MARGIN * 100:.0f} % in three alternating rounds",
+        f"half of the free space, {format_size(MOST_BYTES)} at most",
+        f"the last {WINDOW} seconds is compared with the median of the first {WINDOW} seconds. Below {FALLEN} of it",
+        f"writing ends {FLUSHED} seconds later",
+        f"With less than {4 * WINDOW} seconds the windows are a quarter",
+        f"for half a second with a file of {format_size(QUICK_BYTES)} in each folder",
+    ):
+        assert statement in PAGE
 
 
 def test_options_and_quoted_output_exist(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import typer
 
 from infinity import Config
 from infinity.units import GIB, format_size
+from infinity_tools import trial_folders
 from infinity_tools.cli import app
 from infinity_tools.train.recipe import config_class
+from infinity_tools.tune import search, trial
 from infinity_tools.tune.search_space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
 from infinity_tools.tune.tune_report import result_lines
 from infinity_tools.tune.tuning import FILES
@@ -54,6 +56,15 @@ def test_options_and_their_values_exist() -> None:
 def _options(command: str) -> set[str]:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     return {name for option in found.params for name in option.opts}
+
+
+def test_numbers_match_the_code() -> None:
+    assert (trial.WARM, trial._LEAST_STEPS, trial._LEAST_SECONDS, trial._MOST_STEPS) == (2, 3, 1.0, 20)
+    assert "two warm-up steps, then at least three steps and one second, but at most twenty steps" in WORDS
+    assert search.GAIN == 0.01
+    assert "faster by more than 1 % and by more than half of the noise" in WORDS
+    assert "A gain of less than 1 %, or of less than its spread, counts as no gain" in WORDS
+    assert f"`{trial_folders.PREFIX}…`" in PAGE
 
 
 def test_all_output_files_are_listed() -> None:

@@ -22,7 +22,7 @@ from infinity.config import Config
 from infinity.estimate.estimate import Estimate, Load, Workload, estimate
 from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import decoder
-from infinity.schedule.planner import Plan, predict_seconds
+from infinity.schedule.planner import Plan, Simulation
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.timing import BACKWARD, OtherResources
 from infinity.units import GIB
@@ -187,9 +187,8 @@ def test_copies_without_prefetch_are_exposed(name: str) -> None:
 
     def step(plan: Plan) -> float:
         resources = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, update_limit=2)
-        return predict_seconds(
-            plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, resources=resources, threaded=True
-        )
+        simulation = Simulation(plan, found.layout, threaded=True)
+        return simulation.seconds(bandwidth=1e9, computation=seconds.computation.busy, resources=resources)
 
     _, simulation = choose_simulation(
         found.update_schedule, found.events, found.layout, found.budget.cache_slots, threaded=True
@@ -218,13 +217,10 @@ def test_machine_without_a_link_uses_three_resources() -> None:
     device = replace(linked.machine.device, link=0.0)
     found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, access_seconds=0.0))
     seconds = found.seconds
-    alone = predict_seconds(
-        found.plan,
-        found.layout,
+    alone = Simulation(found.plan, found.layout, threaded=True).seconds(
         bandwidth=found.bandwidth,
         computation=seconds.computation.busy,
         resources=OtherResources(updates=seconds.updates.busy),
-        threaded=True,
     )
     assert seconds.step == alone
     none = Load(busy=0.0, exposed=0.0)

@@ -703,6 +703,7 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
     "a user's layer with sequences first": (Encoder, None, given(), r"Encoder along dimension 0.*batch_dim=1"),
     "the same with S == B": (Encoder, None, given(SQUARE), r"depend on each other.*batch_dim=1"),
     "attention without a flag": (Attention, None, given(), r"Attention along dimension 0"),
+    "causal attention": (lambda: Attention(causal=True), None, given(), r"along dimension 0.*batch_dim=1"),
     "torch's layer, wrong batch_dim": (encoder_layer, 0, given(), r"TransformerEncoderLayer along dimension 0"),
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)), None, given(), r"BatchNorm in training"),
     "centred over the batch": (lambda: Returning(lambda y: y - y.mean(0)), None, given(), "depend on each other"),

@@ -18,7 +18,7 @@ from infinity.optim.update import RangePages, Update
 from infinity.schedule.trace import EventKind, range_access, stored_components
 from support import models
 from support.layouts import transformer
-from support.train import Paging, Recipe, batch, offloaded
+from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
 
 LEAST = Paging(host_cache="least", update_schedule="in_forward")
 
@@ -122,3 +122,37 @@ def test_nonfinite_gradients_do_not_change_the_plan(tmp_path: Path) -> None:
 def test_fp32_gradients_are_stored_without_halves(tmp_path: Path) -> None:
     with offloaded(Recipe(model="even", policy="fp32"), LEAST, tmp_path) as (_, optimizer):
         assert {len(segment.grad_pages) for segment in optimizer.run.layout.segments} == {1}
+
+
+def norms(model: nn.Module, clip: Callable[[float], torch.Tensor]) -> list[float]:
+    """Return the norms of order 1 and infinity, each in a step of its own."""
+    found = []
+    for order in (1.0, float("inf")):
+        for number in range(2):
+            models.loss_of(model, batch(model, number, sequences=2)).backward()
+        found.append(float(clip(order)))
+    return found
+
+
+def test_norms_of_other_orders_match_memory(tmp_path: Path) -> None:
+    """Gradients of two micro-batches are stored in two halves."""
+    recipe = Recipe(model="even")
+    plain = build(recipe)
+    optimizer = make_optimizer(recipe, plain)
+
+    def in_memory(order: float) -> torch.Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=order).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    expected = norms(plain, in_memory)
+    with offloaded(recipe, LEAST, tmp_path) as (model, paged):
+
+        def on_nvme(order: float) -> torch.Tensor:
+            norm = paged.clip_grad_norm_(0.5, norm_type=order)
+            paged.step()
+            paged.zero_grad()
+            return norm
+
+        assert norms(model, on_nvme) == expected

@@ -454,6 +454,25 @@ def test_interrupted_save_into_the_same_folder(moment: str, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".last")] == []
 
 
+def test_save_model_replaces_weights_in_a_folder(tmp_path: Path) -> None:
+    """Files that do not contain weights are kept."""
+    out = tmp_path / "out"
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer:
+            acc.save_model(parts[0], out, max_shard_size="100KB")
+            acc.save_state(str(out))
+            loop(acc, parts, last=1)
+            files = acc.save_model(parts[0], out)
+            assert all(file.is_file() for file in files)
+            expected = full_weights(parts[0])
+    assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"]
+    assert Record.read(out).step == 0
+    loaded = type(bare()).from_pretrained(out)
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in expected.items())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
 def read_record_of_rank_0(folder: str) -> int:
     """Read the record of a folder that only rank 0 can see. Runs on every rank."""
     checkpoint = Path(folder, "checkpoint" if dist.get_rank() == 0 else "elsewhere")
@@ -467,6 +486,30 @@ def read_record_of_rank_0(folder: str) -> int:
 def test_rank_0_reads_the_record(pair: RankPool, tmp_path: Path) -> None:
     """Only rank 0 writes the record, and it broadcasts the content."""
     assert pair.run(read_record_of_rank_0, str(tmp_path)) == [7, 7]
+
+
+def write_fails_on_rank_1(folder: str) -> str:
+    """Return the error of a rank when a write fails on rank 1. Runs on every rank."""
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), Path(folder))
+        with parts[1].optimizer as optimizer:
+
+            def write() -> Path:
+                if dist.get_rank() == 1:
+                    raise OSError("full")
+                return Path(folder)
+
+            try:
+                checkpoint_folders.Checkpoints(optimizer, "{}").save("save_state", None, write)
+            except (InfinityError, OSError) as error:
+                return str(error)
+    return "no error"
+
+
+def test_write_error_on_one_rank_fails_all_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """Other ranks do not wait for the failed one."""
+    errors = pair.run(write_fails_on_rank_1, str(tmp_path))
+    assert errors == ["save_state failed on rank 1: OSError: full", "full"]
 
 
 # At every moment of an accelerator #

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,6 @@ from infinity.io.probe.latency import Latency, latency_of
 from infinity.io.probe.points import Load, points_of
 from support.fault_engine import Fault, FaultEngine, FaultKind
 
-MIB = 1 << 20
-
 
 def test_percentiles_are_those_of_all_requests() -> None:
     times = [number * 1e-3 for number in range(1, 101)]
@@ -28,14 +27,23 @@ def test_percentiles_are_those_of_all_requests() -> None:
 
 
 def test_slow_requests_appear_in_the_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fifth read is slow, which does not change the median."""
+    """Every fifth read is slow, which does not change the median. Reads end when all writes have been made."""
+    delays: list[float] = []
+    later = FaultEngine._later
+
+    def recorded(engine: FaultEngine, seconds: float, call: Any) -> None:
+        delays.append(seconds)
+        later(engine, seconds, call)
 
     def slow(settings: StorageConfig) -> Engine:
         inner = ThreadEngine(settings.queue_depth, settings.request_bytes)
         return FaultEngine(inner, 1, [Fault(kind=FaultKind.SLOW, op=Op.READ, every=5, seconds=0.2)])
 
+    monkeypatch.setattr(FaultEngine, "_later", recorded)
     monkeypatch.setattr(targets, "open_engine", slow)
-    found = measure_paths([tmp_path], points_of([Load.READ], [4096], [1]), file_bytes=MIB, seconds=0.5)
+    found = measure_paths([tmp_path], points_of([Load.BOTH], [4096], [1]), file_bytes=20 * 4096, seconds=600)
     (one,) = found[str(tmp_path)]
+    assert delays
+    assert one.latency.longest >= max(delays)
     assert one.latency.p50 < one.latency.longest
     assert one.latency.p50 <= one.latency.p95 <= one.latency.p99 <= one.latency.longest

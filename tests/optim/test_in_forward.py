@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import InfinityError
+from infinity.optim.kernel import UpdateKernel
 from support import models
 from support.ranks import RankPool
 from support.train import Outcome, Paging, Recipe, batch, in_memory, local, make_optimizer, offloaded, train
@@ -160,3 +163,28 @@ def test_nonfinite_norm_skips_the_update(tmp_path: Path) -> None:
         assert int(optimizer.read_state(next(iter(found)))["step"]) == 8 - len(bad)
         assert optimizer.run.stats.snapshot().value("steps_skipped_total") == len(bad)
         assert optimizer.steps == 8
+
+
+@pytest.mark.parametrize(("update_schedule", "cores"), [("in_backward", 0), ("in_forward", 1)])
+def test_partially_updated_fsdp_module_is_not_checkpointed(
+    update_schedule: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the optimizer raises in the middle of a step, every later call raises and none hangs."""
+    with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule, cores=cores), tmp_path) as (
+        model,
+        optimizer,
+    ):
+        train(Recipe(model="toy", steps=2), model, optimizer, Outcome())
+        optimizer.save_checkpoint()
+        update, calls = UpdateKernel.update, itertools.count()
+
+        def fail_third_update(*arguments: Any) -> Any:
+            if next(calls) == 2:
+                raise ValueError("the third update failed")
+            return update(*arguments)
+
+        monkeypatch.setattr(UpdateKernel, "update", fail_third_update)
+        with pytest.raises(ValueError, match="the third update failed"):
+            train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
+        with pytest.raises((ValueError, InfinityError), match=r"the third update failed|between backward and step"):
+            optimizer.save_checkpoint()

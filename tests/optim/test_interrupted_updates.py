@@ -114,6 +114,16 @@ def test_uncopyable_setting_does_not_lose_gradients(tmp_path: Path) -> None:
     assert all(map(torch.equal, expected, found))
 
 
+def test_setting_added_between_backward_and_step_is_rejected(tmp_path: Path) -> None:
+    """FSDP modules that were updated in backward did not use the setting."""
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_backward"), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        backward(model, 1)
+        optimizer.param_groups[0]["more"] = 1.0
+        with pytest.raises(InfinityError, match="more was added between backward and"):
+            optimizer.step()
+
+
 def test_reading_parameters_after_drain_raises_immediately(tmp_path: Path) -> None:
     """Pending updates do not run after drain(), and started updates have finished."""
     paging = Paging(host_cache="all", update_schedule="in_forward", cores=1)

@@ -79,7 +79,7 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
     original = content.ShardIO._copy_param
 
     def slow(self: Any, placed: Any, destination: torch.Tensor, *, planned: bool) -> None:
-        with self._ledger.part("copy"):
+        with self._opened.ledger.part("copy"):
             time.sleep(SLOW)
         original(self, placed, destination, planned=planned)
 

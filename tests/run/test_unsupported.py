@@ -62,6 +62,7 @@ INVALID = [
     ({"memory": {"host_bytes": True}}, "memory.host_bytes"),
     ({"memory": {"host_bytes": 1.5}}, "memory.host_bytes"),
     ({"storage": {"queue_depth": 0}}, "storage.queue_depth = 0.*1"),
+    ({"storage": {"bandwidth_weight": 0}}, "storage.bandwidth_weight = 0.*1"),
     ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*integer"),
     ({"storage": {"request_bytes": "1KiB"}}, "storage.request_bytes.*4096"),
     ({"storage": {"paths": "/x"}}, "storage.paths"),
@@ -225,6 +226,20 @@ def test_offloading_twice_is_rejected(tmp_path: Path) -> None:
             infinity.offload(model, optimizer, other)
         with pytest.raises(UnsupportedError, match="the model is already offloaded"):
             infinity.offload(model, make_optimizer(Recipe(), model), other).close()
+
+
+def test_calls_between_updates_in_backward_and_step_are_rejected(tmp_path: Path) -> None:
+    """The gradients have already been applied, and updates cannot be undone or repeated."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        train_step(model, optimizer)
+        backward(model)
+        for call, message in (
+            (lambda: optimizer.clip_grad_norm_(1.0), r"clip_grad_norm_.*update\.schedule"),
+            (lambda: backward(model, 1), r"several backward passes .*update\.schedule"),
+            (optimizer.zero_grad, r"zero_grad.*update\.schedule"),
+        ):
+            with pytest.raises(InfinityError, match=message):
+                call()
 
 
 def test_clipping_in_the_first_step_rules_out_updates_in_backward(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.planner import Plan, Simulation, lengths, make_plan, predict_seconds, preferred
+from infinity.schedule.planner import Plan, Simulation, make_plan, preferred
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
-from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, updating
+from infinity.schedule.timing import BACKWARD, NOTHING, OtherResources, computation, simulate, updating
 from infinity.schedule.trace import Access
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
@@ -23,6 +24,14 @@ from support.plans import plans
 PAGE = 64 << 10
 LAYERS, ELEMENTS = 12, 10 * 32 * 1024
 """An FSDP module has ten pages of weights and sixty pages of master and moments."""
+
+
+def lengths(
+    plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
+) -> list[float]:
+    """Return the simulated duration of a step for each computation time."""
+    simulation = Simulation(plan, layout, threaded=threaded)
+    return [simulation.length(work, resources) for work in works]
 
 
 def step(*, threaded: bool = False) -> tuple[tuple[Access, ...], Layout]:
@@ -70,7 +79,7 @@ def test_seconds_scale_with_bandwidth_and_computation() -> None:
     moved = plan.traffic.total_bytes
 
     def seconds(bandwidth: float, computation: float) -> float:
-        return predict_seconds(plan, layout, bandwidth=bandwidth, computation=computation, threaded=False)
+        return Simulation(plan, layout, threaded=False).seconds(bandwidth=bandwidth, computation=computation)
 
     assert seconds(moved, 0.0) == pytest.approx(1.0, rel=0.2)
     assert 1.0 <= seconds(moved, 0.5) <= 1.7
@@ -201,7 +210,8 @@ def test_step_time_with_other_resources_is_bounded(
     left_over = plan.cache_slots * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
     assert work * (1 - 1e-9) <= found <= most * (1 + 1e-9)
-    seconds = predict_seconds(plan, layout, bandwidth=1.0, computation=work, resources=resources, threaded=threaded)
+    simulation = Simulation(plan, layout, threaded=threaded)
+    seconds = simulation.seconds(bandwidth=1.0, computation=work, resources=resources)
     assert seconds >= max(found, *(times[name] for name in ("weights", "gradients", "verifying", "hashing")))
 
 

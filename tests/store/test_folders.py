@@ -368,6 +368,7 @@ def test_lock_of_another_user_neither_hides_nor_blocks_a_run(tmp_path: Path) -> 
     with held_lock(tmp_path, "infinity.lock.1", run.run_id, OTHER_USER):
         assert holder_of(run) is None
         assert [holder.uid for holder in holders(tmp_path)] == [OTHER_USER]
+        assert folders_of([tmp_path], run.run_id, []) == run, "the run can be resumed"
     for own, foreign in (("2", "1"), ("1", "2")):
         with (
             held_lock(tmp_path, f"infinity.lock.{foreign}", other, OTHER_USER),
@@ -914,6 +915,19 @@ def test_first_error_is_raised_and_cleanup_errors_are_logged(
         with pytest.raises(OSError, match="Input/output error"):
             session.optimizer.close()
     assert not holders(tmp_path / "nvme0")
+
+
+def test_run_is_resumed_with_paths_in_another_order(tmp_path: Path, undisturbed: list[float]) -> None:
+    (tmp_path / "nvme1").mkdir()
+    paths = [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]
+    with Session(tmp_path, storage={"paths": paths}) as session:
+        session.run(EVERY)
+    copies = subprocess.run(f"cd {paths[0]} && for run in 2*; do cp -r $run $run.bak; done", shell=True, check=True)
+    assert copies.returncode == 0
+    with Session(tmp_path, storage={"paths": paths[::-1]}, run={"resume": "latest"}) as session:
+        assert session.run() == undisturbed[EVERY:]
+    runs, passed = look_for_runs(paths)
+    assert (len(runs), passed) == (1, {})
 
 
 @as_root

@@ -55,7 +55,8 @@ def cleared_before_backward(loop: Loop) -> None:
         if step % 2:
             optimizer.zero_grad()
         loss = loop.loss(model, step)
-        optimizer.zero_grad()
+        if step % 2 == 0:
+            optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
@@ -74,11 +75,15 @@ def to_zero_and_skipped(loop: Loop) -> None:
 @pattern("gradients of a batch discarded instead of a step", early_error=UPDATE_SCHEDULE, early=EARLY)
 def discarded(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    for step in loop.backwards(model, optimizer):
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
         if step == 2:
             optimizer.zero_grad(set_to_none=False)
-        if step == 3:
+        elif step == 3:
             model.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pattern("gradients of a first backward discarded in every step", early_error=UPDATE_SCHEDULE, slow=True)
@@ -203,19 +208,20 @@ def clip_late(loop: Loop) -> None:
     early_error=UPDATE_SCHEDULE,
 )
 def large_norm(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step, factor in enumerate((1.0, INFINITY, 100.0, 1.0, INFINITY)):
-        (loop.loss(model, step) * factor).backward()
-        try:
-            norm = clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=step == 1)
-            loop.record("norm", norm)
-            if step != 2:
-                optimizer.step()
-        except RuntimeError as error:
-            if "non-finite" not in str(error):
-                raise
-            loop.record("not finite", step)
-        optimizer.zero_grad()
+    for last in (1.0, INFINITY):  # infinity makes all weights NaN
+        model, optimizer = loop.begin()
+        for step, factor in enumerate((1.0, INFINITY, 100.0, last)):
+            (loop.loss(model, step) * factor).backward()
+            try:
+                norm = clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=step == 1)
+                loop.record("norm", norm)
+                if step != 2:
+                    optimizer.step()
+            except RuntimeError as error:
+                if "non-finite" not in str(error):
+                    raise
+                loop.record("not finite", step)
+            optimizer.zero_grad()
 
 
 @pattern(
@@ -402,13 +408,13 @@ def sharpness(loop: Loop) -> None:
     "GradScaler on the CPU, with an optimizer that is fused or not, and with unscale_", early_error=UPDATE_SCHEDULE
 )
 def scaler(loop: Loop) -> None:
-    for name in ("adamw", "adamw_foreach"):
+    for name, scale in (("adamw", 1000.0), ("adamw_foreach", 1024.0)):
         model, optimizer = loop.begin(optimizer=name)
-        scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        scaling = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         for step in range(STEPS):
             loss = loop.loss(model, step)
             scaling.scale(loss * INFINITY if step == 2 else loss).backward()
-            if name == "adamw_foreach" and step > 0:
+            if step > 0:
                 scaling.unscale_(optimizer)
                 loop.record("norm", clip_grad_norm_(model.parameters(), 0.5))
             scaling.step(optimizer)

@@ -120,11 +120,9 @@ def changed_groups(loop: Loop, change: Callable[[Any, Any, Any], object]) -> Non
             change(model, optimizer, base)
 
 
-@pattern(
-    "add_param_group after offload(), also on the base optimizer", "offload", note="add all groups before `offload()`"
-)
+@pattern("add_param_group after offload()", "offload", note="add all groups before `offload()`")
 def add_group(loop: Loop) -> None:
-    changed_groups(loop, lambda model, _, base: base.add_param_group({"params": list(model.head.parameters())}))
+    changed_groups(loop, lambda model, opt, _: opt.add_param_group({"params": list(model.head.parameters())}))
 
 
 @pattern("a group appended to the list param_groups", "offload", note=FIXED, slow=True)
@@ -300,12 +298,13 @@ def load_state_dict(loop: Loop) -> None:
 
 @pattern("batches with a non-finite loss skipped before backward, and step() with NaN gradients")
 def non_finite_loss(loop: Loop) -> None:
-    model, optimizer = loop.begin()
-    for step in loop.forwards(optimizer):
-        loss = loop.loss(model, step) * (float("nan") if step in (1, 4) else 1)
-        optimizer.zero_grad()
-        if loss.isfinite() or step == 4:
-            loss.backward()
+    for last in (1.0, float("nan")):  # NaN makes all weights NaN
+        model, optimizer = loop.begin()
+        for step in loop.forwards(optimizer, 4):
+            loss = loop.loss(model, step) * (1.0, float("nan"), 1.0, last)[step]
+            optimizer.zero_grad()
+            if loss.isfinite() or step == 3:
+                loss.backward()
 
 
 def _fail(*_: Any) -> Any:

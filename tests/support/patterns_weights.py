@@ -78,7 +78,7 @@ def moving_average(loop: Loop) -> None:
 
 
 @pattern(
-    "copy.deepcopy(model), for example for a teacher or for AveragedModel",
+    "copy.deepcopy(model), for example for a teacher",
     "FSDP does not support deepcopy",
     note="FSDP2 raises the error",
 )
@@ -186,7 +186,7 @@ def modified_before_step(loop: Loop) -> None:
                     param.copy_(param * 0.5)
 
 
-@pattern("model.to(torch.bfloat16) or model.double()", "offload", note="convert the model before `offload()`")
+@pattern("model.to(torch.bfloat16)", "offload", note="convert the model before `offload()`")
 def converted(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.train(model, optimizer, 2)

@@ -50,7 +50,7 @@ def all_tensors(reader: CheckpointReader) -> dict[str, torch.Tensor]:
     for rank in range(reader.world_size):
         for shard, scalars in reader.manifest(rank).scalars.items():
             for key, value in scalars.items():
-                found[f"{reader.tensors[shard].names[0]}/{key}"] = torch.tensor(value["value"])
+                found[f"{reader.tensors[shard].names[0]}/{key}"] = torch.as_tensor(value)
     return found
 
 

@@ -12,7 +12,7 @@ HEAD = """# Compatibility
 Optimizers, transformers models and training-loop patterns that were compared with plain FSDP2 in memory. *Equal* means
 that all results are bitwise equal. *Not supported* means that an error with the reason and a fix is raised before any
 result is wrong. The notes of some patterns name values of `update.schedule` with which they are not supported. Every
-row is a test: `make test` runs the fast ones and `make test-wide` runs all of them. `make docs` generates this page.
+row is a test: `make test` runs a selection and `make test-wide` runs all of them. `make docs` generates this page.
 """
 
 

@@ -194,10 +194,12 @@ def test_irregular_files_are_rejected_without_blocking(tmp_path):
     (tmp_path / "folder.stats").mkdir()
     stats = make(tmp_path)
     (tmp_path / "link.stats").symlink_to(stats.path)
-    for name in ("fifo.stats", "folder.stats", "link.stats", "missing.stats", "a\0b"):
+    (tmp_path / "large.stats").touch()
+    os.truncate(tmp_path / "large.stats", 1 << 40)  # sparse
+    for name in ("fifo.stats", "folder.stats", "link.stats", "large.stats", "missing.stats", "a\0b"):
         with pytest.raises(StatsFileError):
             read_stats_file(tmp_path / name)
-    assert len(find_stats_files(tmp_path)) == 4
+    assert len(find_stats_files(tmp_path)) == 5
     assert find_stats_files(tmp_path / "nowhere") == []
 
 

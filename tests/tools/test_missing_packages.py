@@ -17,6 +17,7 @@ def test_missing_package_names_extra(subtests: pytest.Subtests, tmp_path: Path) 
     for package, arguments, extra in [
         ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
         ("trl", SMALL, "train"),
+        ("torchao", [*SMALL, "--quantize", "nf4", "--peft.r", "4"], "qlora"),
         ("transformers", ["train", "--model", "list"], "cli"),
     ]:
         with subtests.test(package=package), pytest.MonkeyPatch.context() as monkeypatch:

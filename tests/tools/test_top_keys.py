@@ -153,7 +153,7 @@ def test_internal_error_restores_terminal(runs: dict[str, CountedRank], tmp_path
 SHELL = """
 import os, signal, subprocess, sys, termios
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, *sys.argv[1:]], process_group=0, restore_signals=True,
+child = subprocess.Popen(["sh", "-c", '"$@"; exit $?', "sh", sys.executable, *sys.argv[1:]], process_group=0,
                          preexec_fn=lambda: signal.signal(signal.SIGTTOU, signal.SIG_DFL))
 os.tcsetpgrp(0, child.pid)
 _, status = os.waitpid(child.pid, os.WUNTRACED)
@@ -162,7 +162,7 @@ line = bool(termios.tcgetattr(0)[3] & termios.ICANON)
 print(f"stopped {os.WIFSTOPPED(status)} line by line {line}", flush=True)
 sys.stdin.readline()
 os.tcsetpgrp(0, child.pid)
-os.kill(child.pid, signal.SIGCONT)
+os.killpg(child.pid, signal.SIGCONT)
 _, status = os.waitpid(child.pid, 0)
 os.tcsetpgrp(0, os.getpgrp())
 print(f"status {os.waitstatus_to_exitcode(status)}", flush=True)

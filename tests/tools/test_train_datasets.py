@@ -126,6 +126,16 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"prompt": [message("system", "be"), *ASKED], "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
         {},
     ),
+    "prompt with ShareGPT's answers": (
+        {"prompt": "a sea", "chosen": {"from": "gpt", "value": "the ship"}, "rejected": {"from": "gpt", "value": "no"}},
+        {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
+        {},
+    ),
+    "ShareGPT's question with texts": (
+        {"conversations": [{"from": "human", "value": "a sea"}], "chosen": "the ship", "rejected": "no"},
+        {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
+        {},
+    ),
     "conversations with a system message": (
         {"chosen": CHAT, "rejected": CHAT, "system": "be"},
         {"chosen": [message("system", "be"), *CHAT], "rejected": [message("system", "be"), *CHAT]},

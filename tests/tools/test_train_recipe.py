@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+import infinity
 from infinity import Config
 from infinity.errors import ConfigError
+from infinity_tools.presets import find_model
+from infinity_tools.train import model
 from infinity_tools.train import recipe as recipes
 from support.command import SMALL, run_here
 
@@ -29,6 +35,7 @@ VALUES: dict[tuple[str, ...], dict[str, Any]] = {
     ("--peft.target_modules", "all-linear"): {"peft.target_modules": "all-linear"},
     ("--quantize", "nf4"): {"quantize": "nf4"},
     ("--peft.target_modules", "q_proj", "v_proj"): {"peft.target_modules": ["q_proj", "v_proj"]},
+    ("--peft.modules_to_save", "null"): {"peft.modules_to_save": None},
     ("--columns", "prompt=question,completion=answer"): {"columns": {"prompt": "question", "completion": "answer"}},
     ("--eval_data", "a", "--eval_split", "test"): {"eval_data": ["a"], "eval_split": "test"},
     ("--early_stopping_patience", "3"): {"early_stopping_patience": 3},
@@ -119,7 +126,12 @@ MESSAGES: list[tuple[list[str], int, str]] = [
     (["--trace", "missing/t.json"], 2, "'missing' is not a folder"),
     (["--trace", "/dev/null"], 2, "it is a device or pipe"),
     (["--quantize", "int8"], 2, "also pass --peft.r"),
-    (["--quantize", "int8", "--peft.r", "4"], 2, "requires a pretrained model"),
+    pytest.param(
+        ["--quantize", "int8", "--peft.r", "4"],
+        2,
+        "requires a pretrained model",
+        marks=pytest.mark.skipif(find_spec("torchao") is None, reason="requires torchao"),
+    ),
     (["--push_to_hub"], 2, "hf upload"),
     (["--early_stopping_patience", "2"], 2, "pass --eval_data"),
     (["--nvme="], 2, "empty value after --nvme"),
@@ -158,3 +170,14 @@ def test_srun_without_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     done = run_here(*SMALL)
     assert done.status == 2
     assert "srun --ntasks-per-node=1 torchrun" in done.errors
+
+
+def test_weight_that_nf4_cannot_quantize_names_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the library names arguments of its functions instead."""
+    refused = ConfigError("NF4WeightOnlyConfig cannot quantize a weight of shape (3, 5): odd; choose a different one")
+    monkeypatch.setattr(infinity, "from_pretrained", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(model, "_quantization", mock.Mock())
+    source = replace(find_model("tiny"), weights=tmp_path)
+    recipe = {"model": "tiny", "quantize": "nf4", "peft.r": 4}
+    with pytest.raises(ConfigError, match=r"\(3, 5\): odd; pass --quantize int8, or omit it$"):
+        model.build_model(recipe, source, None, bf16=False)

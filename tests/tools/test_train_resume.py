@@ -33,8 +33,9 @@ def rows(out: Path) -> list[dict[str, float]]:
 def test_given_values_change_the_run_or_conflict_with_it(tmp_path: Path) -> None:
     """A conflict leaves the run unchanged. The new recipe is stored."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    (tmp_path / "c.toml").write_text("storage.queue_depth = 8")
-    run_here(*TRAIN, "--data", "text", "--learning_rate", "2e-3", "--max_steps", "2", "--offload.storage.queue-depth=4")
+    (tmp_path / "c.toml").write_text('[storage]\nqueue_depth = 8\nengine = "auto"\n[state]\nformat = "fp32"\n')
+    first = ["--offload.storage.queue-depth=4", "--offload.storage.engine", "threads", "--learning_rate", "2e-3"]
+    run_here(*TRAIN, "--data", "text", "--max_steps", "2", *first)
     for options, message in {
         ("--model", "llama-100m"): "model llama-100m (was tiny)",
         ("--weight_decay", "0.5"): "weight_decay 0.5 (was 0.1)",
@@ -47,9 +48,10 @@ def test_given_values_change_the_run_or_conflict_with_it(tmp_path: Path) -> None
     more += ["--per_device_train_batch_size", "2", "--config", "c.toml", "--adam_beta1", "0.9"]
     ended = run_here("train", "o/recipe.yaml", "--resume", *more)
     assert ended.status == 0, ended.errors
-    assert "learning_rate 0.001 (was 0.002), max_steps 4 (was 2), offload.storage.queue_depth 8 (was 4)" in error_text(
-        ended
-    )
+    assert (
+        "recipe of the run: gradient_accumulation_steps 2 (was not set), learning_rate 0.001 (was 0.002), max_steps 4 "
+        "(was 2), offload.storage.engine not set (was threads), offload.storage.queue_depth 8 (was 4), per_device"
+    ) in error_text(ended)
     assert [row["learning_rate"] for row in rows(tmp_path / "o")] == [2e-3, 2e-3, 1e-3, 1e-3]
     assert "has already finished at step 4" in run_here("train", "--resume", "--out", "o").errors
     (tmp_path / "text").write_bytes(bytes(range(255, -1, -1)) * 40)

@@ -25,10 +25,19 @@ from infinity_tools.tune.search_space import candidate_of, describe
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.trial_worker import Worker
 from infinity_tools.tune.tune_report import effects
+from support.command import run_here
 
 START = candidate_of(Config(), 2 << 30)
 ABOUT = {"model": "tiny", **START, "nvme": ["/nvme0/run"]}
 OUTCOME = Outcome(kind="measured", seconds=0.5, effective={"update.cores": 1}, wall=2.0)
+
+
+def test_unwritable_settings_file_is_reported(tmp_path: Path) -> None:
+    """The search does not start."""
+    (tmp_path / "tuned/infinity.toml").mkdir(parents=True)
+    for out, why in (("tuned", "infinity.toml cannot be written"), ("x" * 300, "cannot be created: File name too")):
+        ended = run_here("tune", "--model", "tiny", "--nvme", "nvme", "--out", out)
+        assert (ended.status, why in " ".join(ended.errors.split())) == (2, True), ended.errors
 
 
 def journal(folder: Path, *, resume: bool, about: dict[str, Any] = ABOUT) -> Journal:

@@ -250,7 +250,9 @@ PATHS = [
     train("--model /dev/null", "'/dev/null' is not a preset"),
     train("--resume", "'o/recipe.yaml' does not exist"),
     train("--resume d/checkpoint-2 --out d", "'d/recipe.yaml' does not exist"),
-    train("--metrics-host no-such-host.invalid --metrics-port 0", "no-such-host.invalid", "another port"),
+    train(
+        "--metrics-host no-such-host.invalid --metrics-port 0 --data nowhere", "no-such-host.invalid", "another port"
+    ),
     train(f"--metrics-host {'a' * 300} --metrics-port 0", "cannot be used"),
     wrong("store ls missing", "'missing'", "not a folder"),
     wrong("store ls file", "'file'", "not a folder"),

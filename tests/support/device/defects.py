@@ -62,6 +62,8 @@ class Defect:
     kind: str = "order"
     run: Callable[[Recipe, Paging, Path], None] | None = None
     """Function to run. By default, the recipe is trained."""
+    by_chance: bool = False
+    """Whether the order of host threads determines if a run detects the defect, so that a few runs can be necessary."""
 
     def found(self, folder: Path, seed: int = 0) -> list[str]:
         """Run with the defect and return the races. Training with wrong values may raise an error."""
@@ -364,6 +366,7 @@ DEFECTS: dict[str, Defect] = {
         change=_copies_without_wait,
         later="an NVMe read into it|aten._fused_adamw_",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
+        by_chance=True,
     ),
     "gradients: copied before the reduction has completed": Defect(
         change=_without_arrival,
@@ -429,6 +432,7 @@ DEFECTS: dict[str, Defect] = {
         recipe=KEEPING,
         paging=ACTIVATIONS,
         looks=100,  # the copy thread also queries the event, and may be first on a busy machine
+        by_chance=True,
     ),
     "activations: no event after the copy": Defect(
         change=_activations_without_events,
@@ -472,6 +476,7 @@ DEFECTS: dict[str, Defect] = {
         later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         paging=Paging(host_cache="all"),
+        by_chance=True,
     ),
     "device update: starts before its pages are copied": Defect(
         change=partial(_unordered, DevicePages, "bring"),
@@ -536,11 +541,13 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
+        by_chance=True,
     ),
     "page: used while it is being read": Defect(
         change=partial(_without_wait, "read"),
         later=f"a copy to the device (reads, {COMPUTATION})",
         earlier="an NVMe read into it (writes, ",
+        by_chance=True,
     ),
     "page: written during a copy from the device": Defect(
         change=partial(_without_wait, "copy", page=False),

@@ -190,10 +190,15 @@ def _facts(found: Estimate) -> Table:
     else:
         storage = f"from {hidden:,} tokens/step", f"storage then adds at most {HIDDEN - 1:.0%} to a step"
     size, parts = recommended_batch(found)
+    number = size * parts
     rows = [
         ("tokens per second", format_number(work.batch_tokens / found.seconds.step), ""),
         ("I/O mostly overlapped", *storage),
-        ("recommended batch", f"{size * parts} sequences per rank", f"in {parts} micro-batches" * (parts > 1)),
+        (
+            "recommended batch",
+            f"{number} sequence{'s' * (number > 1)} per rank",
+            f"in {parts} micro-batches" * (parts > 1),
+        ),
         ("NVMe space per node", format_size(space) + free, _checkpoints(found)),
         *([("NVMe space in steps 1-2", format_size(first), "step 1 may store gradients")] * (first > space)),
         ("NVMe writes per node", f"{format_number(daily / 1e12)} TB per day", life),
@@ -278,7 +283,9 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "seconds": asdict(found.seconds),
         "tokens_per_second": work.batch_tokens / found.seconds.step,
         "hidden_from_tokens": found.hidden_from_tokens,
-        "recommended_batch": dict(zip(("sequences", "micro_batches"), recommended_batch(found), strict=True)),
+        "recommended_batch": dict(
+            zip(("sequences_per_micro_batch", "micro_batches"), recommended_batch(found), strict=True)
+        ),
         "drive_bytes": found.drive_bytes,
         "first_drive_bytes": found.first_drive_bytes,
         "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,

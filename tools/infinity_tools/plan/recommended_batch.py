@@ -1,4 +1,4 @@
-"""The recommended batch: large enough to hide storage, in micro-batches that fit the memory."""
+"""The recommended batch: large enough to hide storage, in micro-batches that fit in memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,36 @@ _ROOM = 0.95
 def recommended_batch(found: Estimate) -> tuple[int, int]:
     """Return the recommended number of sequences per micro-batch, and of micro-batches per rank and step.
 
-    This is the smallest batch with which storage is hidden, but at least `LEAST` sequences, and only as many as fit the
-    memory of the device, or on a CPU the memory of this machine next to the host cache. If storage cannot be hidden, a
-    larger batch is no remedy, so it is `LEAST` sequences. Both numbers are powers of two, so that small differences
+    This is the smallest batch with which storage is hidden, but at least `LEAST` sequences, and only as many as fit in
+    memory (`fits`). If storage cannot be hidden, a larger batch does not help, so it is `LEAST` sequences. If not even
+    one sequence fits, it is `LEAST` micro-batches of one. Both numbers are powers of two, so that small differences
     between measurements of a machine do not matter.
     """
-    work, device = found.workload, found.machine.device
-    memory = device.memory_bytes or available_memory() - found.settings.memory.host_bytes
+    work = found.workload
     hidden = 0 if found.moves_nothing else found.hidden_from_tokens or 0
     sequences = LEAST
     while sequences * work.sequence * work.world_size < hidden:
         sequences *= 2
-    while sequences > 1:
-        tokens = sequences * work.sequence * work.world_size
+    while sequences:
         for parts in (2**power for power in range(sequences.bit_length())):
-            tried = replace(work, batch_tokens=tokens, micro_batches=parts, layer_major=True)
-            if working_bytes(found.model, tried, paged=found.settings.activations.tier != "device") <= _ROOM * memory:
+            if fits(found, sequences // parts, parts):
                 return sequences // parts, parts
         sequences //= 2
-    return 1, 1
+    return 1, LEAST
+
+
+def fits(found: Estimate, size: int, parts: int) -> bool:
+    """Return whether the computation of `parts` micro-batches of `size` sequences fits in memory.
+
+    This is the memory of the device, or on a CPU this rank's share of the available memory without the host cache. If
+    the memory of a device is unknown, every batch fits.
+    """
+    work, machine = found.workload, found.machine
+    memory: float = machine.device.memory_bytes
+    if not memory:
+        if machine.device.link:
+            return True
+        memory = available_memory() / machine.ranks_per_node - found.budget.host_bytes
+    tokens = size * parts * work.sequence * work.world_size
+    tried = replace(work, batch_tokens=tokens, micro_batches=parts, layer_major=True)
+    return working_bytes(found.model, tried, paged=found.settings.activations.tier != "device") <= _ROOM * memory

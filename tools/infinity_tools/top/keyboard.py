@@ -69,9 +69,9 @@ class Terminal:
         return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
 
     def suspend(self) -> None:
-        """Restore the terminal and suspend this process, as Ctrl-Z does. Returns when the process is resumed."""
+        """Restore the terminal and suspend the process group, as Ctrl-Z does. Returns when the process is resumed."""
         self._put_back()
-        os.kill(os.getpid(), signal.SIGTSTP)
+        os.kill(0, signal.SIGTSTP)  # also stops a wrapper, for which the shell waits
         self._read_keys()
 
     def _read_keys(self) -> None:

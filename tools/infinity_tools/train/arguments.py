@@ -9,6 +9,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.models.building import one_line
+from infinity.optional_dependencies import needs
 from infinity_tools.presets import ModelSource
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train.recipe import Recipe
@@ -29,7 +30,12 @@ _FINE_TUNING = {"num_train_epochs": 1.0, "learning_rate": 2e-5}
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Check what the Trainer would only report during training, or not at all. Raises `ConfigError`."""
+    """Check what the Trainer would only report during training, or not at all.
+
+    Raises:
+        ConfigError: if values contradict each other.
+        MissingPackageError: if torchao is not installed, but the recipe contains `quantize`.
+    """
     evaluates = bool(recipe.get("eval_data") or recipe.get("eval_split")) and recipe.get("eval_strategy") != "no"
     if recipe.get("early_stopping_patience") and not evaluates:
         raise ConfigError("--early_stopping_patience requires evaluations; pass --eval_data, and no --eval_strategy no")
@@ -41,6 +47,9 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError(
             f"--quantize {recipe['quantize']} freezes the weights; also pass --peft.r 16 to train LoRA adapters"
         )
+    if recipe.get("quantize"):
+        with needs("qlora", f"--quantize {recipe['quantize']}"):
+            import torchao  # noqa: F401
 
 
 def defaults_for(recipe: Recipe, data: Mapping[str, Any], *, pretrained: bool, evaluates: bool) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import torch
 from infinity.config import Config, runtime_dir
 from infinity.errors import InfinityError
 from infinity.estimate.machine import ACCELERATORS
+from infinity.models.building import one_line
 from infinity.ranks import Ranks
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train.recipe import Recipe
 
 _LEAST_STEPS = 16
-"""Number of steps per epoch that the batch leaves, because a few steps would hardly train the model."""
+"""Minimum number of steps per epoch, because a few steps would hardly train the model."""
 _SLOW = "0.5e9/0.5e9"
 """Bandwidth that every NVMe drive exceeds. If it suffices for the smallest batch, drives need not be measured."""
 _LENGTH = 1024
@@ -45,23 +46,28 @@ def recommended(recipe: Recipe, settings: Config, args: Any, dtype: str, data: A
     from infinity_tools.plan.recommended_batch import LEAST
 
     most = max(LEAST, _sequences(data, args) // (_LEAST_STEPS * ranks.world_size))
+    why = ""
     try:
         size, parts = _planned(recipe, settings, args, dtype, ranks, most)
-    except InfinityError as error:  # for example, the layers of the model cannot be identified
-        _log.info("no batch can be planned: %s", error)
-        size, parts = LEAST, 1
+    except Exception as error:  # for example, the layers of the model cannot be identified
+        why, size, parts = one_line(error), LEAST, 1
     total = min(size * parts, most)
     given = recipe.get("gradient_accumulation_steps")
     size = max(1, min(size, total // given if given else total))
     accumulated = {"gradient_accumulation_steps": total // size} if given is None and total > size else {}
+    if why:
+        _log.warning("the batch could not be planned (%s), so --per_device_train_batch_size is %d", why, size)
     return {"per_device_train_batch_size": size, **accumulated}
 
 
 def _planned(recipe: Recipe, settings: Config, args: Any, dtype: str, ranks: Ranks, most: int) -> tuple[int, int]:
-    """Return the sequences per micro-batch and the micro-batches that are recommended. `most`: limit of the product."""
+    """Return the sequences per micro-batch and the micro-batches that are recommended. `most`: limit of the product.
+
+    A quantized base model is planned without quantization. It moves fewer bytes, so the batch also hides storage.
+    """
     from infinity_tools.plan.inputs import Asked, plan_of
     from infinity_tools.plan.plan_drives import drives_at
-    from infinity_tools.plan.recommended_batch import LEAST, recommended_batch
+    from infinity_tools.plan.recommended_batch import LEAST, fits, recommended_batch
 
     length = (args.max_length or _LENGTH) * (2 if recipe["method"] == "dpo" else 1)  # chosen and rejected answers
     asked = Asked(
@@ -80,10 +86,23 @@ def _planned(recipe: Recipe, settings: Config, args: Any, dtype: str, ranks: Ran
     )
     found, _ = plan_of(asked)
     size, parts = recommended_batch(found)
-    if min(size * parts, most) > LEAST:
-        drives, _ = drives_at([Path(path) for path in settings.storage.paths], 0, runtime_dir(settings.telemetry))
-        size, parts = recommended_batch(replace(found, machine=replace(found.machine, drives=drives)))
+    if min(size * parts, most) > LEAST or (found.hidden_from_tokens is None and not found.moves_nothing):
+        folders = dict.fromkeys(_existing(Path(path).absolute()) for path in settings.storage.paths)
+        try:
+            drives, _ = drives_at(list(folders), 0, runtime_dir(settings.telemetry))
+        except (InfinityError, OSError) as error:
+            _log.warning("the drives cannot be measured: %s; the batch is planned for slow ones", error)
+        else:
+            found = replace(found, machine=replace(found.machine, drives=drives))
+            size, parts = recommended_batch(found)
+    if not fits(found, size, parts):
+        _log.warning("not even one sequence of %d tokens is expected to fit in memory; lower --max_length", length)
     return size, parts
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or its nearest parent that exists, which is on the same drive."""
+    return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def _lora(fields: dict[str, Any]) -> str | None:

@@ -118,7 +118,8 @@ def _of_preferences(rows: Any) -> tuple[list[str], _Convert | None] | None:
         prompt = None  # the conversations contain it, and TRL separates it
     names = [*([prompt] if prompt else []), "chosen", "rejected"]
     system = ["system"] if isinstance(first.get("system"), str) else []
-    return [*names, *system], None if prompt in (None, "prompt") and not system else _preference
+    uniform = len({type(first[name]) for name in names}) == 1 and not isinstance(first["chosen"], dict)
+    return [*names, *system], None if prompt in (None, "prompt") and uniform and not system else _preference
 
 
 def _first(row: _Row, names: tuple[str, ...]) -> str | None:
@@ -172,9 +173,10 @@ def _preference(row: _Row, chat: bool) -> dict[str, Any]:
     asked = _first(row, (*_QUESTIONS, "conversations"))
     found: dict[str, Any] = {"prompt": row[asked]} if asked else {}
     found |= {name: row[name] for name in ("chosen", "rejected")}
-    if chat and asked not in (None, "prompt") and all(isinstance(value, str) for value in found.values()):
-        found = {name: [{"role": "assistant", "content": text}] for name, text in found.items()}
-        found["prompt"][0]["role"] = "user"
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    if len(texts) < len(found) or (chat and asked not in (None, "prompt")):
+        for name, text in texts.items():
+            found[name] = [{"role": "user" if name == "prompt" else "assistant", "content": text}]
     found = {name: [value] if isinstance(value, dict) else value for name, value in found.items()}  # ShareGPT's answers
     found = {name: list(_messages(value)) if isinstance(value, list) else value for name, value in found.items()}
     if system := row.get("system"):

@@ -68,7 +68,11 @@ def build_model(recipe: Recipe, source: ModelSource, mesh: Any, *, bf16: bool) -
         else:
             model = infinity.from_pretrained(source.weights, **values)
     except ConfigError as error:
-        raise ConfigError(f"--model {source.name}: {error}") from error
+        text = str(error)
+        if quantize and "cannot quantize" in text:
+            other = "omit --quantize" if quantize == "int8" else "pass --quantize int8, or omit it"
+            text = f"{text.partition('; ')[0]}; {other}"
+        raise ConfigError(f"--model {source.name}: {text}") from error
     check_causal(model.config, source.name)
     if adapters:
         model.peft_config["default"].base_model_name_or_path = recipe["model"]
@@ -76,7 +80,10 @@ def build_model(recipe: Recipe, source: ModelSource, mesh: Any, *, bf16: bool) -
 
 
 def count(model: Any) -> tuple[int, int]:
-    """Return the number of parameters and of trained parameters. A quantized weight has as many as it was read from."""
+    """Return the number of parameters and of trained parameters.
+
+    A quantized weight counts as the parameters of the original weight.
+    """
     shapes = [parameter.numel() for parameter in model.parameters()]
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):

@@ -35,7 +35,7 @@ OWN: Final = (
 )  # fmt: skip
 """Keys that are neither arguments of TRL nor settings of infinity or peft."""
 _CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {"method": tuple(METHODS), "quantize": ("int8", "nf4", None)}
-"""Values of keys that are neither arguments of TRL nor settings of infinity or peft."""
+"""Allowed values of keys that are neither arguments of TRL nor settings of infinity or peft."""
 SECRET: Final = ("hub_token",)
 """Keys whose values are never stored or shown."""
 _LISTS = {"data", "eval_data"}
@@ -307,7 +307,8 @@ def _peft(key: str, value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return value
     parts = [yaml.safe_load(item) for item in value]
-    if len(parts) == 1 and not ("list" in types[key] and str(parts[0]).isidentifier()):  # other texts are patterns
+    is_name = [isinstance(part, str) and part.isidentifier() for part in parts]
+    if len(parts) == 1 and not ("list" in types[key] and is_name[0]):  # other texts are patterns
         return parts[0]
     return parts
 

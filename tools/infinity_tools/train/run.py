@@ -96,13 +96,14 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         start = resume.find_start(out, options.resume, settings, ranks)
+        before = {key: value for key, value in before.items() if key not in recipes.SECRET}
         if start is not None and before and ranks.rank == 0:
-            changed = recipes.shown({key: recipe[key] for key in before if key not in recipes.SECRET}, before)
+            changed = recipes.shown({key: recipe.get(key) for key in before}, before)
             _log.warning("these values replace the recipe of the run: %s", changed)
         view.doing("loading the model's configuration")
         run = Run(recipe, settings, find_source(recipe, ranks), ranks, view, stop, options)
+        stack.enter_context(run.open())
         trainer = run.trainer(mesh, start)
-        stack.enter_context(run.open(options))
         summary, written = None, []
         if start is not None and (ended := resume.finished(start, trainer.args)):
             _show_finished(*ended, view, options, ranks)
@@ -135,6 +136,7 @@ def _resolved(given: Mapping[str, Any], options: RunOptions) -> tuple[Recipe, Re
     if options.resume and settings.run.resume_paths:
         for values in (recipe, before):  # this resume moves the run to storage.paths
             values.pop("offload.run.resume_paths", None)
+    before = {key: value for key, value in before.items() if value != recipe.get(key)}
     if options.trace:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
     if settings.storage.paths:
@@ -257,8 +259,9 @@ class Run:
         return trainer
 
     @contextmanager
-    def open(self, options: RunOptions) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Serve metrics if requested. At the end, close the log and the state, or tell the other ranks the reason."""
+        options = self._options
         with ExitStack() as stack:
             if options.metrics_port is not None and self._ranks.local_rank == 0:
                 from infinity.telemetry.exporter import serve

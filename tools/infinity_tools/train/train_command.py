@@ -145,7 +145,7 @@ def train(
 
     Data: --split, --eval_data, --eval_split and --columns prompt=question,completion=answer. Settings of infinity:
     --offload.state.format 8bit (docs/reference/settings.md). LoRA: the fields of peft's LoraConfig, --peft.r 16. QLoRA:
-    also --quantize nf4, or int8. Early stopping: --early_stopping_patience 3.
+    add --quantize nf4 or --quantize int8. Early stopping: --early_stopping_patience 3.
 
     To train on 8 GPUs of this machine, pass `--nproc 8`. For several nodes, use `torchrun --nnodes 2 --nproc-per-node 8
     … -m infinity_tools train …`.

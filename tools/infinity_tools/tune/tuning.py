@@ -18,6 +18,7 @@ from infinity.config import Config, check_config
 from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
+from infinity.untrusted_files import why_not_written
 from infinity_tools.output import check_out, without_leftovers
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
@@ -108,8 +109,7 @@ class Tuning:
         with ExitStack() as stack:
             made = [folder for folder in (self._out, *self._out.parents) if not os.path.lexists(folder)]
             stack.enter_context(without_leftovers(made))
-            check_out(self._out)
-            self._out.mkdir(parents=True, exist_ok=True)
+            _make(self._out)
             check_file(self._out / JOURNAL, resume=resume)
             stop = stack.enter_context(
                 StopRequest("" if self._json else "stopping; press Ctrl-C again to stop immediately")
@@ -209,3 +209,17 @@ class Tuning:
                 with suppress(OSError):
                     sys.stderr.write(f"stopped: {left}\n")
             raise
+
+
+def _make(out: Path) -> None:
+    """Create the output folder. Raises `ConfigError` if it cannot be created, or a file cannot be written to it."""
+    check_out(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
+        ) from error
+    for name in FILES:
+        if why := why_not_written(out / name):
+            raise ConfigError(f"--out {str(out)!r}: {name} cannot be written, because {why}; choose another folder")
