@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-
 from infinity.content.format import ITEMSIZE
-from infinity.content.views import dtype_name, torch_dtype
 from infinity.errors import CheckpointError
 from infinity.schema import brief
 
@@ -57,10 +53,16 @@ def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any, place: str, depth: int, *, tensors: bool = False) -> Any:
     if not depth:
         raise CheckpointError(f"{place[:200]}… is nested more than {_MOST_NESTED} levels deep, or contains itself")
-    if tensors and isinstance(value, torch.Tensor) and dtype_name(value.dtype) in ITEMSIZE:
-        return {"tensor": [dtype_name(value.dtype), list(value.shape), value.tolist()]}
-    if tensors and isinstance(value, np.generic):
-        value = value.item()  # computed by a scheduler with NumPy
+    if tensors:
+        import numpy as np  # commands that only list runs do not import NumPy and torch
+        import torch
+
+        from infinity.content.views import dtype_name
+
+        if isinstance(value, torch.Tensor) and dtype_name(value.dtype) in ITEMSIZE:
+            return {"tensor": [dtype_name(value.dtype), list(value.shape), value.tolist()]}
+        if isinstance(value, np.generic):
+            value = value.item()  # computed by a scheduler with NumPy
     if isinstance(value, dict):
         items = [
             (_key(key, place), _plain(item, f"{place}[{brief(key)}]", depth - 1, tensors=tensors))
@@ -118,6 +120,10 @@ def _rich(value: Any) -> Any:
     if mark == "tuple":
         return tuple(_rich(item) for item in items)
     if mark == "tensor":
+        import torch
+
+        from infinity.content.views import torch_dtype
+
         try:
             dtype, shape, content = items
             if dtype not in ITEMSIZE:

@@ -349,7 +349,7 @@ def test_estimate_prepares_each_trace_and_simulates_each_case_once(monkeypatch: 
         prepare(cycle, trace, layout)
 
     def counted_length(timing: Timing, transfers: Any, work: float, resources: Any = NOTHING) -> float:
-        case = timing, tuple(transfers.reach), transfers.cache_slots, work, resources
+        case = timing, tuple(transfers.accesses), transfers.cache_slots, work, resources
         assert case not in simulated
         simulated.append(case)
         return length(timing, transfers, work, resources)
