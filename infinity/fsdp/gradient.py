@@ -96,6 +96,15 @@ class PagedGradient(PagedTensor):
             "to write it, call gradient.copy_(values) or assign a new gradient to p.grad"
         )
 
+    @property
+    def data(self) -> torch.Tensor:
+        """This gradient, detached. Assignment raises `UnsupportedError`, because it has no memory to replace."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._no_memory()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None

@@ -56,6 +56,9 @@ class TensorHandle(Protocol):
         """End the run on all ranks with `error`."""
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class _NoStorage:
     """Storage stand-in for a tensor that has no memory.
 
@@ -126,12 +129,20 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """This tensor, detached. Assignment raises `UnsupportedError`, because it has no memory to replace."""
-        return self.detach()
+        """The same elements, detached from the graph. Assigning to it raises `UnsupportedError` unless this is a view.
+
+        Before PyTorch 2.13, `DTensor.to_local()` returns this object itself under `no_grad`. If it were in memory, the
+        optimizer would see an assigned value, but a gather would not. Since PyTorch 2.13, `to_local()` returns a view,
+        and an assignment changes only that view.
+        """
+        found: torch.Tensor = _DATA.__get__(self)
+        return found
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self._no_memory()
+        if not self._steps:
+            self._no_memory()
+        _DATA.__set__(self, values)
 
     # Methods that bypass the dispatcher #
 
@@ -329,8 +340,9 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             next(iter(changed.values())).handle.fail(error)
         raise error
     if changed and changes_memory(func):
-        advice = next(iter(changed.values())).no_memory_message()
-        raise UnsupportedError(f"{func} would change a shape or storage: {advice}")
+        raise UnsupportedError(
+            f"{func} would change the shape or storage of {names} (stored in pages); use tensor.copy_(values)"
+        )
     contents: dict[int, torch.Tensor] = {}  # by id of the handle
     paged: dict[int, PagedTensor] = {}  # by id of the loaded tensor
     kept: list[torch.Tensor] = []  # keeps the keys of `paged` unique: a freed tensor's id could be reused
