@@ -72,6 +72,7 @@ def trained(folder: Path, kind: str, given: dict[str, Any], adapters: bool = Fal
                 True  # the model is sharded; without this, DDP would wrap it
             )
         else:
+            folder.mkdir(parents=True, exist_ok=True)  # the Trainer creates it on rank 0 only
             attach(trainer, settings(folder / "nvme"))
         if kind == "command":
             trainer.compute_references(folder / "out", resumed=False)
