@@ -57,12 +57,18 @@ class OnTerminal:
 
     def shows(self, *texts: str) -> None:
         """Wait until the screen contains all texts."""
-        until(lambda: all(text in "\n".join(self.screen) for text in texts) or self._ended())
-        assert all(text in "\n".join(self.screen) for text in texts), (texts, self.screen)
+        seen: list[str] = []
+
+        def found() -> bool:
+            seen[:] = self.screen  # the next screen may already be different
+            return all(text in "\n".join(seen) for text in texts)
+
+        until(lambda: found() or self.ended())
+        assert all(text in "\n".join(seen) for text in texts), (texts, self.text[-4000:])
 
     def wait(self) -> int:
         """Wait until the process ends; return its exit status."""
-        until(self._ended)
+        until(self.ended)
         self.read()
         return self.process.returncode
 
@@ -72,7 +78,8 @@ class OnTerminal:
         os.close(self._terminal)
         self._terminal = self._other = -1
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Return whether the process has ended."""
         self.read()  # a process that writes to a full terminal buffer blocks
         return self.process.poll() is not None
 
