@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import sys
 import time
 from dataclasses import asdict, replace
@@ -101,6 +102,7 @@ def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii
                 snapshot = reader.read()
                 state = replace(state, snapshot=snapshot, curves=minute.add(snapshot))
                 due = max(due, now - interval) + interval
+            console.size = os.get_terminal_size(sys.stdout.fileno())  # not COLUMNS and LINES, which a resize leaves
             live.update(view(state, console.width, console.height), refresh=True)
             wait = _REDRAW_SECONDS if state.paused else due - time.monotonic()
             key = terminal.key(min(wait, _REDRAW_SECONDS))
