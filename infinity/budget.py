@@ -111,12 +111,12 @@ def choose_budget(
         if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
             raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
         layout = build_layout(fsdp_modules, formats, totals.page_bytes)
-        beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
+        other_bytes = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
         of_activations = activation_cache_slots(activations, host_bytes, totals.page_bytes) if activations else 0
-        cache_slots = max(0, (host_bytes - beside) // totals.page_bytes - of_activations)
+        cache_slots = max(0, (host_bytes - other_bytes) // totals.page_bytes - of_activations)
         least = least_cache_slots(widest_access(layout))
         if cache_slots < min(least, len(layout.pages)):
-            raise BudgetError(_explain(layout, host_bytes, least, beside, activations))
+            raise BudgetError(_explain(layout, host_bytes, least, other_bytes, activations))
         return Budget(layout, min(cache_slots, len(layout.pages)), of_activations)
 
     budget = divide(fits=True)
@@ -274,10 +274,10 @@ def widest_access(layout: Layout) -> int:
     )
 
 
-def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings: ActivationsConfig | None) -> str:
+def _explain(layout: Layout, host_bytes: int, least: int, other_bytes: int, settings: ActivationsConfig | None) -> str:
     page_bytes = layout.page_bytes
     least = min(least, len(layout.pages))
-    need, activations = least * page_bytes + beside, 0
+    need, activations = least * page_bytes + other_bytes, 0
     # The part for activations may grow with the host cache, but more slowly, so this loop converges.
     while (
         settings
@@ -287,7 +287,7 @@ def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings:
     need += activations
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or reduce memory.page_bytes"
     whole = whole_bytes(layout)
-    gradients = beside - whole
+    gradients = other_bytes - whole
     others = f", plus {format_size(gradients)} for gradients copied from the device" if gradients else ""
     others += f", plus {format_size(activations)} for activations" if activations else ""
     if whole:

@@ -24,7 +24,7 @@ class _Isolated:
     """Run a collector in a separate thread, so that it can be abandoned if it is blocked by an unresponsive drive.
 
     `Collection` calls `run` with its lock held, so calls do not overlap. While the thread of an abandoned run is
-    blocked, later runs fail. What an abandoned run yields is discarded.
+    blocked, later runs fail. The results of an abandoned run are discarded.
     """
 
     def __init__(self, name: str, collect: Collect, timeout: float) -> None:

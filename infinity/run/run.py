@@ -196,19 +196,21 @@ class Run:
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
             of_activations = stats.gauge("tier_used_bytes", tier="nvme", state=Role.ACTIVATION.value)
-            beside = UnnamedSpace(daemon, folder, self.ranks.rank) if settings.activations.tier == "nvme" else None
-            if beside is not None:
-                self.undo.push(beside.close)
+            activation_space = (
+                UnnamedSpace(daemon, folder, self.ranks.rank) if settings.activations.tier == "nvme" else None
+            )
+            if activation_space is not None:
+                self.undo.push(activation_space.close)
 
             def changed() -> None:
-                extra = beside.nbytes if beside is not None else 0
+                extra = activation_space.nbytes if activation_space is not None else 0
                 capacity.set(space.nbytes + extra)
                 of_activations.set(extra)
 
             changed()
             space.changed = changed
-            if beside is not None:
-                beside.changed = changed
+            if activation_space is not None:
+                activation_space.changed = changed
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
@@ -229,7 +231,7 @@ class Run:
             """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
             if budget.activation_cache_slots:
                 further = host_cache.part(budget.cache_slots, budget.activation_cache_slots)
-                self.activations = self._open_activations(further, beside, loads)
+                self.activations = self._open_activations(further, activation_space, loads)
             self.worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(self.worker.close)
             if self.ranks.local_rank == 0:

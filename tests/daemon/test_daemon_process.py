@@ -179,7 +179,7 @@ def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
 
 
 def test_a_second_daemon_reports_what_is_in_use(shared_daemon, tmp_path):
-    """It names the process that uses the socket, or the port, and leaves no socket behind."""
+    """The error names the process that uses the socket, or the port, and no socket file remains."""
     process, folder = shared_daemon
     for runtime, port, message in (
         (folder, 0, f"another infinityd (pid {process.pid})"),

@@ -25,7 +25,7 @@ from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs, keep_tokenizer
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
-from infinity.integrations.resume_points import restore_settings, settings_of
+from infinity.integrations.scheduler_settings import restore_settings, settings_of
 from infinity.integrations.transformers import unsupported_arguments
 from infinity.integrations.transformers.reference_models import sync_from_shards
 from infinity.models.sharding import register_generate

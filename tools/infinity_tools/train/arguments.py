@@ -30,7 +30,7 @@ _FINE_TUNING = {"num_train_epochs": 1.0, "learning_rate": 2e-5}
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Check what the Trainer would only report during training, or not at all.
+    """Check for errors that the Trainer reports only during training, or never.
 
     Raises:
         ConfigError: if values contradict each other.
