@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from infinity.config import ActivationsConfig
 from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
-from infinity.content.layout import PAGE_ALIGNMENT, FSDPModuleSpec, Layout, PageTotals, build_layout, page_totals
+from infinity.content.layout import (
+    PAGE_ALIGNMENT,
+    FSDPModuleSpec,
+    Layout,
+    PageTotals,
+    Segment,
+    build_layout,
+    page_totals,
+)
 from infinity.errors import BudgetError
 from infinity.schedule.planner import least_cache_slots
 from infinity.schedule.stack import LEAST_CACHE_SLOTS
-from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, align_up, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
@@ -82,6 +91,7 @@ def choose_budget(
     *,
     device: bool = False,
     activations: ActivationsConfig | None = None,
+    known: Layout | None = None,
 ) -> Budget:
     """Choose the page size and the number of cache slots for at most `host_bytes` of host memory.
 
@@ -96,6 +106,7 @@ def choose_budget(
         device: whether the model trains on a device other than the CPU. Gradients in transit from the device then use
             part of the memory.
         activations: settings of activations, which may use part of the memory.
+        known: layout for the same FSDP modules and formats. It saves the time to build it again.
 
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
@@ -110,7 +121,10 @@ def choose_budget(
         )
         if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
             raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
-        layout = build_layout(fsdp_modules, formats, totals.page_bytes)
+        if known and known.page_bytes == totals.page_bytes:
+            layout = known
+        else:
+            layout = build_layout(fsdp_modules, formats, totals.page_bytes)
         other_bytes = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
         of_activations = activation_cache_slots(activations, host_bytes, totals.page_bytes) if activations else 0
         cache_slots = max(0, (host_bytes - other_bytes) // totals.page_bytes - of_activations)
@@ -263,15 +277,17 @@ def device_update_bytes(layout: Layout) -> int:
 
 def widest_access(layout: Layout) -> int:
     """Return the maximum number of pages that must be in memory at the same time."""
-    return max(
-        (
-            len(range_access(segment, position, components=len(segment.grad_pages)))
-            for segment in layout.segments
-            if segment.trainable
-            for position in range(len(segment.ranges))
-        ),
-        default=1,
-    )
+    return max((_widest(segment) for segment in layout.segments if segment.trainable and segment.ranges), default=1)
+
+
+def _widest(segment: Segment) -> int:
+    """Return the maximum number of pages in one access of `range_access`."""
+    starts, stops = [item.start for item in segment.ranges], [item.stop for item in segment.ranges]
+    pages = [*segment.grad_pages, segment.param_pages, *([segment.update_pages] if segment.whole else [])]
+    number = np.full(len(starts), 0 if segment.whole or not segment.update_pages else 1)
+    for begins in ([page.start for page in group] for group in pages if group):
+        number += np.searchsorted(begins, stops) - np.searchsorted(begins, starts, "right") + 1
+    return int(number.max())
 
 
 def _explain(layout: Layout, host_bytes: int, least: int, other_bytes: int, settings: ActivationsConfig | None) -> str:

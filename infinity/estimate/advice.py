@@ -97,7 +97,9 @@ def _after(before: Estimate, one: _Inputs) -> Estimate | None:
     The plan is reused if its inputs are the same.
     """
     same = one.settings is before.settings
-    budget = before.budget if same else budget_of(before.model, one.workload, one.machine, one.settings)
+    alike = one.workload is before.workload and one.settings.state == before.settings.state
+    known = before.layout if alike else None
+    budget = before.budget if same else budget_of(before.model, one.workload, one.machine, one.settings, known)
     changed = replace(before, workload=one.workload, machine=one.machine, settings=one.settings, budget=budget)
     if len(changed.shortfalls) > len(before.shortfalls):  # requires no plan, which takes much longer
         return None

@@ -362,14 +362,15 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        # Two bounds save most simulations: a step without storage takes at least as long as its computation and, as is
+        # Bounds save most simulations: a step takes at least as long as its computation and its transfers and, as is
         # assumed here, at most as long as one with more tokens.
+        least, (*_, computation) = self._least_seconds(batch_tokens), self._loads(batch_tokens)
+        if least <= HIDDEN * computation and self.step_seconds(batch_tokens) <= HIDDEN * computation:
+            return True
         most = self.step_seconds(max(batch_tokens, self.workload.batch_tokens), *STORAGE)
-        if self._least_seconds(batch_tokens) > HIDDEN * most:
+        if least > HIDDEN * most:
             return False
-        *_, computation = self._loads(batch_tokens)
-        step = self.step_seconds(batch_tokens)
-        return step <= HIDDEN * computation or step <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
+        return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
 
     @property
     def drive_bytes(self) -> int:
@@ -709,8 +710,18 @@ def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> boo
     return wanted == "cuda" or (wanted == "auto" and there < machine.update(form))
 
 
-def budget_of(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Budget:
-    """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule."""
+def budget_of(
+    model: ModelShape, workload: Workload, machine: Machine, settings: Config, known: Layout | None = None
+) -> Budget:
+    """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule.
+
+    Args:
+        model: See `estimate`.
+        workload: See `estimate`.
+        machine: See `estimate`.
+        settings: See `estimate`.
+        known: A layout for the same model, workload and state format, if the caller has one.
+    """
     if workload.optimizer not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {workload.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
     fsdp_modules, formats = model.specs(
@@ -729,7 +740,7 @@ def budget_of(model: ModelShape, workload: Workload, machine: Machine, settings:
         )
     return choose_budget(
         fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
-        device=machine.device.link > 0, activations=settings.activations,
+        device=machine.device.link > 0, activations=settings.activations, known=known,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A *use* is one page in one access; `planner` defines the other terms. The planner compares many plans for one trace, and
 a large model uses hundreds of thousands of pages per step. Therefore all values that do not depend on the plan are
-computed once, and the evaluation of a plan only traverses lists of numbers.
+computed once, and the transfers of a plan are computed with NumPy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -119,20 +122,24 @@ def _uses_gradients_in_memory(access: Access, layout: Layout) -> bool:
     return Role.GRAD not in roles and any(use.mode.modifies for use in access)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _array(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Moves:
     """Transfers of one steady step (a step that follows an identical step)."""
 
-    entering: Sequence[int]
+    entering: npt.NDArray[np.int64]
     """Uses for which the page enters the host cache, in order."""
-    read: AbstractSet[int]
-    """Entering uses for which the content of the page is read from the store."""
-    leaving: Sequence[int]
+    read: npt.NDArray[np.bool_]
+    """For each entering use, whether the content of the page is read from the store."""
+    leaving: npt.NDArray[np.int64]
     """Uses after which the page leaves the host cache, in order."""
-    written: AbstractSet[int]
-    """Leaving uses after which the content of the page is written to the store."""
-    staying: frozenset[int]
-    """Pages that are not resident in the plan, but never leave the host cache."""
+    written: npt.NDArray[np.bool_]
+    """For each leaving use, whether the content of the page is written to the store."""
+    staying: int
+    """Number of pages that are not resident in the plan, but never leave the host cache."""
     total_bytes: int
     """Total bytes read and written."""
 
@@ -146,22 +153,26 @@ class Cycle:
         uses = self._uses = Uses((*self.trace, *self.trace))
         self.number = number = uses.starts[self.length]
         """Number of uses in one cycle."""
-        self.pages, self.places = uses.pages[:number], uses.places[:number]
+        self.pages, self.places = _array(uses.pages[:number]), _array(uses.places[:number])
         """Page number and position of each use in one cycle."""
-        self.used = frozenset(self.pages)
+        self.used = frozenset(uses.pages)
         """All pages that the step uses."""
-        self.nbytes = [page.nbytes for page in layout.pages]
+        self.used_in_order = _array(sorted(self.used))
+        """`used`, ordered by page number."""
+        self.weights = np.array([page.role is Role.PARAM for page in layout.pages], np.bool_)
+        """For every page of the layout, whether it contains weights."""
+        self.nbytes = _array([page.nbytes for page in layout.pages])
         """Size of every page of the layout, in bytes."""
-        self.used_bytes = sum(self.nbytes[page] for page in self.used)
+        self.used_bytes = sum(layout.pages[page].nbytes for page in self.used)
         """Total size of the pages that the step uses, in bytes."""
-        self.then = [uses.places[use] for use in uses.after[:number]]
+        self.then = _array([uses.places[use] for use in uses.after[:number]])
         """For each use, the position of the next use of the same page. Positions continue into the next cycle."""
-        self._after = [use % number for use in uses.after[:number]]
-        self._before = [use % number for use in uses.before[number:]]
+        self._after = _array([use % number for use in uses.after[:number]])
+        self._before = _array([use % number for use in uses.before[number:]])
         write, update, consume = Mode.WRITE, Mode.UPDATE, Mode.CONSUME
-        self._fetches = [mode is not write for mode in uses.modes[:number]]
-        self._modifies = [mode is write or mode is update for mode in uses.modes[:number]]
-        self._consumes = [mode is consume for mode in uses.modes[:number]]
+        self._fetches = np.array([mode is not write for mode in uses.modes[:number]], np.bool_)
+        self._modifies = np.array([mode is write or mode is update for mode in uses.modes[:number]], np.bool_)
+        self._consumes = np.array([mode is consume for mode in uses.modes[:number]], np.bool_)
         self._near = self._near_uses()
 
     def windows(self, resident: AbstractSet[int], streaming: int) -> list[int]:
@@ -184,38 +195,31 @@ class Cycle:
             resident: pages that stay in memory permanently.
             kept: uses after which the page stays in memory although the window does not include its next use.
         """
-        pages, nbytes, last = self.pages, self.nbytes, self._last(reach)
-        leaving = [
-            use
-            for use, (then, place, page) in enumerate(zip(self.then, self.places, pages, strict=True))
-            if then > last[place] and page not in resident and use not in kept
-        ]
-        enters = bytearray(self.number)
-        for use in leaving:
-            enters[self._after[use]] = 1
-        entering = [use for use, enter in enumerate(enters) if enter]
-        read = [use for use in entering if self._fetches[use]]
-        written = self._modified(leaving, enters)
+        streams = np.ones(len(self.nbytes), np.bool_)
+        streams[list(resident)] = False
+        leaves = (self.then > _array(self._last(reach))[self.places]) & streams[self.pages]
+        leaves[list(kept)] = False
+        leaving = np.flatnonzero(leaves)
+        enters = np.zeros(self.number, np.bool_)
+        enters[self._after[leaving]] = True
+        entering = np.flatnonzero(enters)
+        read, written = self._fetches[entering], self._modified(leaving, enters)
+        streams[self.pages[leaving]] = False
         return Moves(
             entering=entering,
-            read=frozenset(read),
+            read=read,
             leaving=leaving,
-            written=frozenset(written),
-            staying=self.used.difference(resident, [pages[use] for use in leaving]),
-            total_bytes=sum([nbytes[pages[use]] for use in itertools.chain(read, written)]),
+            written=written,
+            staying=int(streams[self.used_in_order].sum()),
+            total_bytes=int(self.nbytes[self.pages[np.concatenate((entering[read], leaving[written]))]].sum()),
         )
 
-    def _modified(self, leaving: Sequence[int], enters: Sequence[int]) -> list[int]:
-        """Return the leaving uses whose page has been modified since it entered the host cache."""
-        before, modifies, consumes = self._before, self._modifies, self._consumes
-        found = []
-        for use in leaving:
-            at = use
-            while not (modifies[at] or consumes[at] or enters[at]):
-                at = before[at]
-            if modifies[at]:
-                found.append(use)
-        return found
+    def _modified(self, leaving: npt.NDArray[np.int64], enters: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return, for each leaving use, whether its page has been modified since it entered the host cache."""
+        at, decided = leaving.copy(), self._modifies | self._consumes | enters
+        while len(earlier := np.flatnonzero(~decided[at])):
+            at[earlier] = self._before[at[earlier]]
+        return self._modifies[at]
 
     def _near_uses(self) -> list[tuple[int, int, int, int]]:
         """Return the uses for which the next use of the page is near, as defined in `between_uses`.
@@ -226,10 +230,10 @@ class Cycle:
         fsdp_modules = [self.layout.pages[access[0].page].fsdp_module for access in self.trace]
         runs = list(itertools.accumulate((a != b for a, b in itertools.pairwise(fsdp_modules)), initial=0))
         found = []
-        for use, (then, place) in enumerate(zip(self.then, self.places, strict=True)):
-            if then >= self.length or self._consumes[use]:
-                continue
-            if runs[then] - runs[place] <= (3 if self._modifies[self._after[use]] else 0):
+        updated = self._modifies[self._after]
+        for use in np.flatnonzero((self.then < self.length) & ~self._consumes).tolist():
+            then, place = int(self.then[use]), int(self.places[use])
+            if runs[then] - runs[place] <= (3 if updated[use] else 0):
                 order = [page for page, _ in self.trace[place]].index(self.pages[use])
                 found.append((then, place, -order, use))
         return found
@@ -250,7 +254,7 @@ class Cycle:
         """
         if not most:
             return frozenset(), 0
-        last, pages = self._last(reach), self.pages
+        last, pages = self._last(reach), self.pages.tolist()
         kept: set[int] = set()
         held: list[tuple[int, int, int, int]] = []  # pages kept at this position, ordered by next use
         cache_slots = 0

@@ -40,11 +40,12 @@ chooses the alternative that transfers fewer bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import mean
+
+import numpy as np
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -373,7 +374,8 @@ def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
 
 def _draft_of(plan: Plan, layout: Layout) -> _Draft:
     cycle, since = Cycle(plan.trace, layout), plan.kept.since
-    kept = frozenset(use for use, at in enumerate(zip(cycle.places, cycle.pages, strict=True)) if at in since)
+    uses = zip(cycle.places.tolist(), cycle.pages.tolist(), strict=True)
+    kept = frozenset(use for use, at in enumerate(uses) if at in since)
     return _Draft(
         cycle=cycle,
         cache_slots=plan.cache_slots,
@@ -388,15 +390,16 @@ def _draft_of(plan: Plan, layout: Layout) -> _Draft:
 
 
 def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
-    cycle = draft.cycle
+    cycle, kept = draft.cycle, sorted(draft.kept)
+    pages = cycle.pages[kept].tolist()
     return Plan(
         prefix=(),
         trace=cycle.trace,
         reach=tuple(draft.reach),
         resident=draft.resident,
         kept=RetainedPages(
-            since=frozenset((cycle.places[use], cycle.pages[use]) for use in draft.kept),
-            until=frozenset((cycle.then[use], cycle.pages[use]) for use in draft.kept),
+            since=frozenset(zip(cycle.places[kept].tolist(), pages, strict=True)),
+            until=frozenset(zip(cycle.then[kept].tolist(), pages, strict=True)),
             cache_slots=draft.keeping,
         ),
         cache_slots=draft.cache_slots,
@@ -409,9 +412,9 @@ def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
 def _traffic(draft: _Draft) -> Traffic:
     cycle, moves = draft.cycle, draft.moves
     found = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
-    for bytes_of, uses in zip(found, (moves.read, moves.written), strict=True):
-        for use in uses:
-            page = cycle.layout.pages[cycle.pages[use]]
+    for bytes_of, uses in zip(found, (moves.entering[moves.read], moves.leaving[moves.written]), strict=True):
+        for index in cycle.pages[uses]:
+            page = cycle.layout.pages[index]
             bytes_of[page.role] += page.nbytes
     return Traffic(read=found[0], written=found[1])
 
@@ -451,7 +454,7 @@ class _SimulatedDraft:
     def _transfers(self) -> SimulatedTransfers:
         draft = self.draft
         # Cache slots for pages that do not stay in memory permanently.
-        moving = draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
+        moving = draft.cache_slots - len(draft.resident) - draft.moves.staying
         return self._timing.transfers(draft.reach, draft.moves, moving)
 
     def length(self, work: float, resources: OtherResources = NOTHING) -> float:
@@ -615,17 +618,14 @@ def _by_benefit(moves: Moves, cycle: Cycle) -> list[int]:
         moves: transfers of a step in which no page is resident.
         cycle: trace to plan.
     """
-    saved = dict.fromkeys(sorted(cycle.used), 0)
-    for use in itertools.chain(moves.read, moves.written):
-        page = cycle.pages[use]
-        saved[page] += cycle.nbytes[page]
-    pages = cycle.layout.pages
-    alike: dict[tuple[int, bool], list[int]] = {}
-    for page, nbytes in saved.items():
-        alike.setdefault((-nbytes, pages[page].role is not Role.PARAM), []).append(page)
+    moved, used = np.concatenate((moves.entering[moves.read], moves.leaving[moves.written])), cycle.used_in_order
+    saved = (np.bincount(cycle.pages[moved], minlength=len(cycle.nbytes)) * cycle.nbytes)[used]
+    weights = cycle.weights[used]
+    order = np.lexsort((used, ~weights, -saved))
+    ends = np.flatnonzero(np.diff(saved[order]) | np.diff(weights[order])) + 1
     found: list[int] = []
-    for (_, spread), group in sorted(alike.items()):
-        found += [group[n] for n in _spread(len(group))] if spread else group
+    for group in np.split(order, ends):
+        found += used[group if weights[group[0]] else group[_spread(len(group))]].tolist()
     return found
 
 

@@ -28,12 +28,13 @@ neither with copies in the opposite direction for the link, nor with updates for
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -404,31 +405,26 @@ class Timing:
             cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
         """
         cycle, none = self._cycle, ()
-        nbytes, pages, places = cycle.nbytes, cycle.pages, cycle.places
         entering: list[tuple[bool, ...]] = [none] * cycle.length
         leaving: list[tuple[int, ...]] = [none] * cycle.length
-        counts = [0] * (cycle.length + 1)  # reads up to and including the previous position
-        reads: list[int] = []
-        is_read, is_written, written = moves.read, moves.written, 0
-        for use in moves.entering:
-            place, read = places[use], use in is_read
-            entering[place] += (read,)
-            if read:
-                reads.append(nbytes[pages[use]])
-                counts[place + 1] += 1
-        for use in moves.leaving:
-            size = nbytes[pages[use]] if use in is_written else 0
-            leaving[places[use]] += (size,)
-            written += size
-        counts = [*itertools.accumulate(counts)]
-        wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
+        read = moves.entering[moves.read]
+        reads: list[int] = cycle.nbytes[cycle.pages[read]].tolist()
+        for place, is_read in zip(cycle.places[moves.entering].tolist(), moves.read.tolist(), strict=True):
+            entering[place] += (is_read,)
+        sizes = (cycle.nbytes[cycle.pages[moves.leaving]] * moves.written).tolist()
+        for place, size in zip(cycle.places[moves.leaving].tolist(), sizes, strict=True):
+            leaving[place] += (size,)
+        ends = np.array(reach)
+        # Number of reads before each position.
+        counts = np.concatenate(([0], np.bincount(cycle.places[read], minlength=cycle.length).cumsum()))
+        wanted = (counts[-1] * (ends // cycle.length) + counts[ends % cycle.length + 1]).tolist()
         # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished update
         # limits how far the training thread can advance. Without this limit, the simulation would overlap transfers
         # that the pager cannot overlap, and the planner would prefer plans that are slow in practice.
-        ends = [*(last - cycle.length for last in reach), *reach]
-        oldest = [bisect_left(ends, place) - cycle.length for place in range(cycle.length)]
+        ends = np.concatenate((ends - cycle.length, ends))
+        oldest = (np.searchsorted(ends, np.arange(cycle.length)) - cycle.length).tolist()
         accesses = [*zip(self._executors, self._fsdp_modules, wanted, oldest, entering, leaving, strict=True)]
-        return SimulatedTransfers(accesses=accesses, reads=reads, written=written, cache_slots=cache_slots)
+        return SimulatedTransfers(accesses=accesses, reads=reads, written=sum(sizes), cache_slots=cache_slots)
 
     def length(self, transfers: SimulatedTransfers, work: float, resources: OtherResources = NOTHING) -> float:
         """Return the duration of a steady step.

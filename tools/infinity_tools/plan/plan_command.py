@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json as json_format
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -290,7 +293,8 @@ def plan(
         },
     )
     console = Console(stderr=True)
-    with StopRequest(), console.status("planning") as status:  # a signal removes the folder of the measurement
+    # A signal removes the folder of the measurement.
+    with StopRequest(), _collection_paused(), console.status("planning") as status:
         found, sources = plan_of(asked, status.update)
         assumptions = assumptions_of(found, asked, sources)
         status.update("planning alternatives")
@@ -316,6 +320,16 @@ def plan(
         if line := train_line(asked, found, settings, None if out is None else out / "infinity.toml"):
             printed.print(f"\n{line}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.problems else 0)
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause garbage collection. A plan of a large model creates millions of objects, and hardly any cycles of them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _list_accelerators(*, json: bool) -> None:
