@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
 
-from infinity.budget import choose_budget
-from infinity.content.layout import FSDPModuleSpec, ShardSpec
+from infinity.budget import choose_budget, widest_access
+from infinity.content.layout import FSDPModuleSpec, Layout, ShardSpec
 from infinity.errors import BudgetError
-from support.layouts import FORMATS
+from infinity.schedule.trace import range_access
+from support.layouts import FORMATS, layouts
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -72,3 +74,14 @@ def test_page_size_fits_long_rows() -> None:
     assert choose_budget(stack(1 << 21), FORMATS, 4 * GIB, 0).layout.page_bytes == 32 * MIB
     with pytest.raises(BudgetError, match=r"whole rows of w, .*memory\.page_bytes"):
         choose_budget(stack(1 << 26), FORMATS, 64 * GIB, 0)
+
+
+@given(layouts())
+def test_widest_access_is_the_longest_access_of_an_update(layout: Layout) -> None:
+    """The number of pages of each access is counted without building the access."""
+    accesses = [
+        range_access(segment, position, components=len(segment.grad_pages))
+        for fsdp_module in layout.fsdp_module_ranges
+        for segment, position in fsdp_module
+    ]
+    assert widest_access(layout) == max(map(len, accesses), default=1)
