@@ -135,10 +135,9 @@ bench-tune: install
 	$(BIN)/python -W ignore benchmarks/bench_tune.py $(ARGS)
 
 docs: install
-	$(BIN)/python -W ignore -m infinity.config > docs/reference/settings.md
-	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/reference/metrics.md
-	$(BIN)/python -W ignore -m infinity_daemon.daemon_config > docs/reference/daemon-settings.md
-	$(BIN)/python -W ignore -m infinity_tools.migrate.reference_page > docs/how-to/migrate.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages settings > docs/reference/settings.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages metrics > docs/reference/metrics.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages daemon-settings > docs/reference/daemon-settings.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/reference/compatibility.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/reference/doctor.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.cli_page > docs/reference/cli.md

@@ -20,9 +20,12 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,10 @@ from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from infinity import torchrun  # noqa: E402
+from infinity.config import StorageConfig  # noqa: E402
+from infinity.io.probe.bench import Bench, open_bench  # noqa: E402
+from infinity.io.probe.points import Load, Point  # noqa: E402
+from infinity.io.select import open_engine  # noqa: E402
 from infinity.units import MIB  # noqa: E402
 
 ENGINES = {"threads": ("threads", 0), "io_uring": ("io_uring", 0), "auto": ("auto", 0)}
@@ -47,14 +54,29 @@ LOOPS_BYTES = 12 << 30
 """Total size of all loop devices, which store the runs of all engines."""
 
 
+@contextmanager
+def through(bench: Bench, engine: str, point: Point) -> Iterator[Bench]:
+    """Open the files of a bench with a different engine, one engine for all files as in a run."""
+    targets = list(bench.targets.values())
+    settings = StorageConfig(
+        paths=tuple(bench.targets), engine=engine, request_bytes=point.block_bytes, queue_depth=point.depth
+    )  # type: ignore[arg-type]
+    other = open_engine(settings)
+    try:
+        for target in targets:
+            other.register(target.memory)
+        files = [replace(one, engine=other, file=other.open(f"/proc/self/fd/{one.file.fd}")) for one in targets]
+        yield Bench(files, threading.Event(), bench.written)
+    finally:
+        other.close()
+
+
 def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folders: list[str], rank: int) -> None:
     """Run tasks as the pipe requests them; answer with the seconds of the last step, or with idle bytes per second."""
     warnings.simplefilter("ignore")
     import torch
 
     from infinity.io import UringEngine
-    from infinity.io.probe.bench import open_bench
-    from infinity.io.probe.points import Load, Point
 
     if rings:
         UringEngine.__init__.__kwdefaults__["rings"] = rings  # type: ignore[misc]
@@ -77,7 +99,7 @@ def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folde
             pipe.send({"engine": chosen, "page_bytes": page})
             while task := pipe.recv():
                 if task != "step":
-                    with files.through(chosen, points[task]) as bench:
+                    with through(files, chosen, points[task]) as bench:
                         found = bench.measure(points[task], seconds=IDLE_SECONDS)
                     pipe.send(sum(one.bytes_per_second for one in found.values()))
                     continue

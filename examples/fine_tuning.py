@@ -74,7 +74,7 @@ def main() -> None:
     model = infinity.from_pretrained(name, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     common: dict[str, Any] = {
         "output_dir": str(options.folder / "out"),
-        "max_steps": 6,
+        "max_steps": 4,
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-3,
         "logging_steps": 1,

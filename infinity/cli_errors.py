@@ -6,7 +6,6 @@ same reason, only one of them prints it.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import io
 import math
@@ -45,12 +44,6 @@ _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, Che
 _PATIENCE = timedelta(seconds=3)  # for another rank to print the message; only duplicate messages wait this long
 _SAID = "said"
 _NAMES = 26  # width of the option column in the help
-_IN_ASCII = {
-    "…": "...", "·": "-", "\N{MULTIPLICATION SIGN}": "x", "µ": "u", "±": "+/-", "→": "->", "█": "#", "▓": "#",
-    "▒": "=", "░": ".", "▇": "#", "▆": "=", "▅": "=", "▄": "-", "▃": "-", "▂": "_", "▁": "_", "━": "-", "╸": "-",
-    "╺": "-",
-}  # fmt: skip
-"""Replacements of characters in the output of commands, for terminals that cannot show them."""
 
 
 def _show_version(context: typer.Context, asked: bool) -> None:
@@ -97,24 +90,11 @@ class Commands(_Shown, TyperGroup):
                 _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
 
 
-def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return the replacement for a character that an encoding lacks, as an error handler of `codecs`."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    missing = error.object[error.start]
-    if "\udc80" <= missing <= "\udcff":  # a byte of a file name that is not valid in the encoding of file names
-        return bytes([ord(missing) - 0xDC00]), error.start + 1
-    return _IN_ASCII.get(missing, "?"), error.start + 1
-
-
-codecs.register_error("infinity.replace", _replaced)
-
-
 def write_any_text() -> None:
     """Replace characters that the encoding of standard output or standard error lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="infinity.replace")
+            stream.reconfigure(errors="replace")
 
 
 def _write_help(command: Any, context: Any, formatter: Any) -> None:

@@ -65,11 +65,6 @@ class StorageConfig:
         minimum=1,
         maximum=1000,
     )
-    balance: bool = setting(
-        True,
-        "Rebalance pages between paths when the bandwidth of a path changes. A page moves the next time it is "
-        "written. Rebalancing enlarges the data files, so it requires free space on the drives.",
-    )
     retries: int = setting(
         3,
         "Number of times to retry a page transfer after EIO or a checksum mismatch before the run fails.",
@@ -400,12 +395,3 @@ def check_config(config: Config) -> None:
         )
     if config.storage.request_bytes % 4096:
         raise ConfigError(f"storage.request_bytes = {config.storage.request_bytes} is not a multiple of 4096")
-
-
-def settings_markdown() -> str:
-    """Return the content of docs/reference/settings.md."""
-    return _SETTINGS.markdown("Settings", "python -m infinity.config")
-
-
-if __name__ == "__main__":
-    print(settings_markdown(), end="")  # noqa: T201

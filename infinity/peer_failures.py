@@ -1,15 +1,15 @@
 """Failure propagation between the ranks of a run: if one rank fails, all ranks end and report its reason.
 
 An error is raised only in the process of the failing rank. The other ranks wait for it in a collective: under gloo
-until its process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that sleeps until
-it is notified of a failure.
+until its process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that looks
+for failures every second.
 
 [Note: how a failure travels] A failing rank publishes the reason in the store of the process group; the first reason
-counts. A killed rank cannot publish a reason. The other ranks on its node hold a pidfd of its process, which signals
-its exit immediately, and publish the reason on its behalf. If pidfds are not available, they check every second
-whether the process still exists. A rank that closes normally leaves a note before it exits. The other ranks raise the
-reason at their next access to a page. A thread that waits in a collective never gets there, and a collective cannot
-be aborted (gloo does not support it). Therefore a process that has not closed after `GRACE_SECONDS` is terminated.
+counts. A killed rank cannot publish a reason. The other ranks on its node check every second whether its process still
+exists, and publish the reason on its behalf. A rank that closes normally leaves a note before it exits. The other
+ranks raise the reason at their next access to a page. A thread that waits in a collective never gets there, and a
+collective cannot be aborted (gloo does not support it). Therefore a process that has not closed after `GRACE_SECONDS`
+is terminated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -68,33 +67,19 @@ class Peers:
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         places = ranks.collect((_node(), os.getpid(), process_start(os.getpid()), secrets.token_hex(8)))
         self._prefix = f"infinity/{places[0][3]}"  # prefix of this run's keys in the store
-        self._processes: dict[int, tuple[int, int]] = {}
-        """(rank, process id) of each other process on this node, by its pidfd."""
-        self._watched: dict[int, tuple[int, int]] = {}
-        """(process id, start time) of each rank on this node for which there is no pidfd, by rank."""
-        error_text = ""
-        for rank, (node, pid, started, _) in enumerate(places):
-            if node == _node() and rank != ranks.rank:
-                try:
-                    self._processes[os.pidfd_open(pid)] = (rank, pid)
-                except (OSError, AttributeError) as error:
-                    # Possible reasons: a seccomp profile, an old kernel, a Python built without it, or a process that
-                    # has just exited.
-                    self._watched[rank] = (pid, started)
-                    error_text = getattr(error, "strerror", None) or str(error)
-        if error_text:
-            _log.warning(
-                "pidfd_open failed (%s); checking the other ranks on this node in /proc every %.0f s instead",
-                error_text, _LOOK_SECONDS,
-            )  # fmt: skip
+        self._processes = {
+            rank: (pid, started)
+            for rank, (node, pid, started, _) in enumerate(places)
+            if node == _node() and rank != ranks.rank
+        }
+        """(process id, start time) of each other rank on this node that has not exited, by rank."""
         self._lock = threading.Lock()
         self._reason: str | None = None  # failure of this rank, to be published
         self._leaving = False  # set when this rank leaves or the thread has ended
         self._failure: LostRankError | None = None  # failure of another rank
         self._deadline = 0.0  # time, from `time.monotonic`, at which this process is terminated unless it has closed
         self._known = threading.Event()  # set after `_failure`
-        # Wakes the thread when `_reason` or `_leaving` is set.
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake = threading.Event()  # set after `_reason` or `_leaving`, to wake the thread
         self._thread = threading.Thread(target=self._run, name="infinity-peers", daemon=True)
         self._thread.start()
 
@@ -113,7 +98,7 @@ class Peers:
                 text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
                 # File names may contain bytes that are not valid text, which the store rejects.
                 self._reason = text[:_LONGEST_REASON].encode(errors="backslashreplace").decode()
-                os.eventfd_write(self._wake, 1)
+                self._wake.set()
 
     def explain(self, error: BaseException | None) -> LostRankError | None:
         """Return the failure of another rank that caused the lost connection `error`, or None if none is known."""
@@ -133,25 +118,18 @@ class Peers:
             if self._leaving:
                 return
             self._leaving = True
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
         self._thread.join(2 * _STORE_SECONDS)
 
     def _run(self) -> None:
-        poll = select.poll()
-        for descriptor in (self._wake, *self._processes):
-            poll.register(descriptor, select.POLLIN)
         ended: list[tuple[int, int]] = []
 
         def sleep() -> None:
-            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
-                if descriptor == self._wake:
-                    os.eventfd_read(self._wake)
-                else:
-                    poll.unregister(descriptor)
-                    ended.append(self._processes[descriptor])
-            for rank, (pid, started) in list(self._watched.items()):
+            self._wake.wait(_LOOK_SECONDS)
+            self._wake.clear()
+            for rank, (pid, started) in list(self._processes.items()):
                 if process_start(pid) != started:
-                    del self._watched[rank]
+                    del self._processes[rank]
                     ended.append((rank, pid))
 
         try:
@@ -166,11 +144,8 @@ class Peers:
             if ended:
                 self._learn(_died(*ended[0]))
         finally:
-            for descriptor in self._processes:
-                os.close(descriptor)
             with self._lock:
                 self._leaving = True  # no other thread will wake this one
-                os.close(self._wake)
 
     def _look(self, ended: list[tuple[int, int]]) -> bool:
         """Publish this rank's state and read the state of the others. Return ``True`` if the thread should end."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 from prometheus_client.core import Metric as Family
 
 from infinity import __version__
-from infinity.io.block_devices import SYSFS
 from infinity.telemetry import BY_NAME
-from infinity.telemetry.drive_views import drive_trees
 from infinity.telemetry.exporter import StatsCollector, new_family
 from infinity.telemetry.metrics import STATS_FILE_STATUSES
-from infinity_daemon.configured_drives import Bandwidth, with_profiles
+from infinity_daemon.configured_drives import Drives
 from infinity_daemon.drive_bandwidth import LOADS
-from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.stale import StaleRuns, by_drive
 from infinity_daemon.stats_files import StatsFiles
 
@@ -33,7 +30,9 @@ _FIGURES: Final = {
     "device_wear_ratio": ("wear", "ratio"),
     "device_endurance_days": ("wear", "days"),
 }
-"""Place of each metric in the tree of a drive (`with_profiles`)."""
+"""Place of each metric in the tree of a drive (`Drives.found`)."""
+_MOST_SECONDS: Final = 10.0
+"""Age from which the figures of the drives are outdated."""
 
 Sample = tuple[tuple[str, ...], float | None]
 """Values of the labels, in table order, and the value, which is None if it is unknown."""
@@ -75,26 +74,23 @@ def stale_families(stale: StaleRuns) -> Iterator[Family]:
 class DeviceFamilies:
     """The ``device_*`` metrics, once per drive even if several paths are on the same drive.
 
-    `reserved` returns the reserved bytes by drive name. Each collection also takes a sample of `wear`.
+    `reserved` returns the reserved bytes by drive name.
     """
 
-    def __init__(
-        self,
-        *,
-        stats_files: StatsFiles,
-        reserved: Callable[[], Mapping[str, int]],
-        bandwidth: Bandwidth,
-        wear: WearWatch,
-        sysfs: Path = SYSFS,
-    ) -> None:
+    def __init__(self, *, stats_files: StatsFiles, drives: Drives, reserved: Callable[[], Mapping[str, int]]) -> None:
         self.paths: tuple[str, ...] = ()
         """Configured paths. Replaced when the settings are reloaded."""
-        self._stats_files = stats_files
-        self._reserved, self._bandwidth, self._wear, self._sysfs = reserved, bandwidth, wear, sysfs
+        self._stats_files, self._drives, self._reserved = stats_files, drives, reserved
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metric families, then raise `OSError` if a configured path could not be read."""
-        trees = with_profiles(drive_trees(self.known_paths(), self._sysfs), self._bandwidth, self._wear)
+        """Yield the metric families, then raise `OSError` if a configured path could not be read.
+
+        Raises:
+            TimeoutError: instead of yielding outdated figures, if a drive does not respond.
+        """
+        looked, trees = self._drives.found
+        if (age := time.time() - looked) > _MOST_SECONDS:
+            raise TimeoutError(f"no answer of the drives for {age:.0f} s")
         drives = {tree["name"]: tree for tree in trees if tree["paths"] != [tree["name"]]}  # without missing paths
         for metric, (section, key) in _FIGURES.items():
             yield family_of(metric, (((name,), tree.get(section, {}).get(key)) for name, tree in drives.items()))
@@ -109,11 +105,6 @@ class DeviceFamilies:
         for tree in trees:
             if "error" in tree and not set(self.paths).isdisjoint(tree["paths"]):
                 raise OSError(f"{', '.join(tree['paths'])}: {tree['error']}")
-
-    def known_paths(self) -> tuple[str, ...]:
-        """Return the configured paths and the paths of all ranks with a stats file, without duplicates."""
-        used = (path for snapshot in self._stats_files.scan().exported for path in snapshot.header.paths)
-        return tuple(dict.fromkeys((*self.paths, *filter(None, used))))
 
     def _owners(self, drive_of: Mapping[str, str]) -> Iterator[Sample]:
         for snapshot in self._stats_files.scan().exported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -34,23 +34,18 @@ class Drives:
         """Monitored paths. Other threads replace the tuple when the paths change."""
         self._bandwidth, self._wear = bandwidth, wear
         self._looks = DriveLooks(sysfs)  # only used by the monitoring thread
-        self.found: tuple[float, list[Tree]] = (0.0, [])
-        """Unix time of the last reading (0 before the first one), and the figures for each drive. Only replaced as a
+        self.found: tuple[float, list[Tree]] = (time.time(), [])
+        """Unix time of the last reading (at first the start), and the figures for each drive. Only replaced as a
         whole, because other threads read it."""
 
     def look(self) -> None:
         """Update the figures. Called once per second."""
         looked = self._looks.look(self.paths, time.monotonic())
-        self.found = time.time(), with_profiles(looked, self._bandwidth, self._wear)
-
-
-def with_profiles(looked: Sequence[tuple[Drive | None, Tree]], bandwidth: Bandwidth, wear: WearWatch) -> list[Tree]:
-    """Return the trees of drives with their profile and wear, of which a sample is taken."""
-    wear.look(drive for drive, _ in looked if drive is not None)
-    trees = []
-    for drive, tree in looked:
-        if drive is not None:
-            profile, worn = bandwidth(drive), known(**asdict(wear.of(drive)))
-            tree = tree | known(profile=known(**asdict(profile)) if profile else None, wear=worn or None)
-        trees.append(tree)
-    return trees
+        self._wear.look(drive for drive, _ in looked if drive is not None)
+        trees = []
+        for drive, tree in looked:
+            if drive is not None:
+                profile, worn = self._bandwidth(drive), known(**asdict(self._wear.of(drive)))
+                tree = tree | known(profile=known(**asdict(profile)) if profile else None, wear=worn or None)
+            trees.append(tree)
+        self.found = time.time(), trees

@@ -81,11 +81,6 @@ class DrivesConfig:
         size=True,
         minimum=1,
     )
-    daily_share: float = setting(
-        0.001,
-        "Fraction of `endurance` that a run may write per day without a warning. 0: no warning.",
-        maximum=1,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +198,3 @@ def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str
             if not os.path.isdir(path):
                 raise ConfigError(f"drives.{name}: {path!r} is not a folder; use an existing folder on a mounted drive")
     return config
-
-
-def settings_markdown() -> str:
-    """Return the text of docs/reference/daemon-settings.md."""
-    return _SETTINGS.markdown("Settings of infinityd", "python -m infinity_daemon.daemon_config")
-
-
-if __name__ == "__main__":
-    print(settings_markdown(), end="")  # noqa: T201

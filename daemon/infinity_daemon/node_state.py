@@ -1,4 +1,4 @@
-"""State of the node as a JSON object, shown on the dashboard and served at `/api/state`.
+"""State of the node as a JSON object, shown on the dashboard and served at `/api/state` and over the Unix socket.
 
 The daemon builds the state once per second from the same sources as the metrics, and serializes it once for all
 clients. Unknown values are omitted rather than reported as 0.
@@ -17,10 +17,13 @@ from infinity.telemetry.run_views import DriveOf, Runs
 from infinity.telemetry.trees import Tree, plain
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.reservations import Reservations
+from infinity_daemon.stale import StaleRun, StaleRuns
 from infinity_daemon.stats_files import Found
 
 _BEAT_SECONDS: Final = 5.0
 """Maximum time between two messages of a stream, and maximum time that a request waits for the first state."""
+_MAX_STALE: Final = 256
+"""Maximum number of stale runs in the state."""
 
 
 class NodeState:
@@ -34,6 +37,7 @@ class NodeState:
         *,
         drives: Drives,
         reservations: Reservations,
+        stale: StaleRuns,
         drive_of: DriveOf,
         about: Callable[[], Mapping[str, object]],
     ) -> None:
@@ -42,10 +46,11 @@ class NodeState:
         Args:
             drives: Monitored drives of the node.
             reservations: Space reservations of the node.
+            stale: Stale runs of the node.
             drive_of: Function that returns the name of the drive that stores a path, or None if unknown.
             about: Function that returns information about the daemon.
         """
-        self._drives, self._reservations, self._about = drives, reservations, about
+        self._drives, self._reservations, self._stale, self._about = drives, reservations, stale, about
         self._runs = Runs(drive_of)  # only used by `observe`
         self._news = threading.Condition()  # held only briefly, except while waiting for a new state
         self._number = 0  # number of states built so far; protected by `_news`
@@ -72,6 +77,7 @@ class NodeState:
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,
             "reservations": self._reservations.largest(),
+            "stale_runs": [_stale_tree(run) for run in self._stale.found[:_MAX_STALE]],
         }
         with self._news:
             self._tree = tree
@@ -79,13 +85,15 @@ class NodeState:
             self._news.notify_all()
 
     def now(self) -> Tree:
-        """Return the current state without the histories of the runs; empty if there is no state yet."""
+        """Return the current state with the current reservations, but without the histories of the runs.
+
+        Waits up to a few seconds for the first state.
+        """
         with self._news:
+            self._news.wait_for(lambda: self._number > 0, _BEAT_SECONDS)
             tree = self._tree
-        if not tree:
-            return {}
-        runs = [{name: value for name, value in run.items() if name != "history"} for run in tree["runs"]]
-        now: Tree = plain({**tree, "runs": runs})
+        runs = [{name: value for name, value in run.items() if name != "history"} for run in tree.get("runs", ())]
+        now: Tree = plain({**tree, "runs": runs, "reservations": self._reservations.largest()})
         return now
 
     def text(self) -> bytes:
@@ -111,6 +119,17 @@ class NodeState:
             if self._text[0] != self._number:
                 self._text = self._number, json.dumps(plain(self._tree), separators=(",", ":")).encode()
             return self._text
+
+
+def _stale_tree(run: StaleRun) -> Tree:
+    return {
+        "id": run.run_id,
+        "folders": [str(root) for root in run.roots],
+        "complete": run.complete,
+        "checkpointed": run.checkpointed,
+        "bytes": run.nbytes,
+        "changed": run.changed,
+    }
 
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:

@@ -2,8 +2,7 @@
 
 A request is a JSON object on one line. So is the response: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
-    {"op": "status"}
-    {"op": "state"}                                                  current state, as shown on the dashboard
+    {"op": "state"}                                                  current state of the node, see `node_state.py`
     {"op": "bandwidth", "paths": ["…"]}                              bandwidth profile (or null) and wear, by path
     {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released, or until the client exits
@@ -25,12 +24,11 @@ from typing import Any, Final
 from infinity.errors import BudgetError, ConfigError, InfinityError
 from infinity.io.block_devices import Drive, Place, locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
-from infinity.untrusted_files import trusted, user_name
+from infinity.untrusted_files import trusted
 from infinity_daemon.drive_bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
 from infinity_daemon.drive_wear import DriveWear
 from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
-from infinity_daemon.stale import StaleRun
 from infinity_daemon.stats_files import StatsFiles
 from infinity_daemon.users import opened
 
@@ -38,16 +36,13 @@ Answer = Mapping[str, object]
 
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
-_MAX_STALE: Final = 256
-"""Maximum number of stale runs in a response."""
 
 
 class Requests:
     """Handles requests.
 
-    `about` returns information about the daemon for ``status`` responses, and `state` returns the ``state`` response.
-    `rates_of` returns the bandwidth limits of a run. `used` is called with the names of drives that a run is about to
-    use.
+    `state` returns the ``state`` response. `rates_of` returns the bandwidth limits of a run. `used` is called with the
+    names of drives that a run is about to use.
     """
 
     def __init__(
@@ -56,24 +51,18 @@ class Requests:
         stats_files: StatsFiles,
         profile: Profiles,
         reservations: Reservations,
-        known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
         used: Callable[[Iterable[str]], None],
         wear: Callable[[Drive], DriveWear],
-        daily_share: Callable[[], float],
-        stale: Callable[[], Sequence[StaleRun]],
         rates_of: Callable[[str], Mapping[str, float]],
-        about: Callable[[], Mapping[str, object]],
         state: Callable[[], Mapping[str, object]],
     ) -> None:
         self._stats_files, self._profile, self._reservations = stats_files, profile, reservations
-        self._known_paths, self._is_alive = known_paths, is_alive
-        self._used, self._rates_of, self._about = used, rates_of, about
-        self._wear, self._daily_share, self._stale, self._state = wear, daily_share, stale, state
+        self._is_alive, self._used, self._rates_of = is_alive, used, rates_of
+        self._wear, self._state = wear, state
         # For each op: the rule that validates its keys, and its handler.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
-            "status": (record(), self._status),
-            "state": (record(), self._now),
+            "state": (record(), self._current),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
             "record_bandwidth": (
                 record(rates=table(_folder, rates), source=one_of("probe", "run")),
@@ -100,57 +89,8 @@ class Requests:
             event(logging.ERROR, "request.defect", reason=f"{type(error).__name__}: {error}")
             return {"error": f"internal error: {type(error).__name__}"}
 
-    async def _status(self, _: Owner) -> Answer:
-        found = await asyncio.to_thread(self._stats_files.scan)
-        paths = await asyncio.to_thread(self._known_paths)
-        return {
-            **self._about(),
-            "ranks": [
-                {
-                    "run_id": snapshot.header.run_id,
-                    "name": snapshot.header.name,
-                    "user": user_name(snapshot.uid),
-                    "rank": snapshot.header.rank,
-                    "world_size": snapshot.header.world_size,
-                    "pid": snapshot.header.pid,
-                    "status": snapshot.status,
-                    "steps": snapshot.header.steps_before + snapshot.value("steps_total"),
-                }
-                for snapshot in found.snapshots
-            ],
-            "broken_stats_files": found.broken,
-            "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
-            "reservations": self._reservations.largest(),
-            "stale_runs": [
-                {
-                    "run_id": run.run_id,
-                    "folders": [str(root) for root in run.roots],
-                    "complete": run.complete,
-                    "checkpointed": run.checkpointed,
-                    "bytes": run.nbytes,
-                    "changed": run.changed,
-                }
-                for run in self._stale()[:_MAX_STALE]
-            ],
-        }
-
-    async def _now(self, _: Owner) -> Answer:
+    async def _current(self, _: Owner) -> Answer:
         return await asyncio.to_thread(self._state)
-
-    def _describe(self, path: str) -> Mapping[str, object]:
-        try:
-            drive, found = locate(path).drive, space(path)
-        except (OSError, ValueError) as error:
-            return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
-        profile, wear = self._profile.of(drive), self._wear(drive)
-        return {
-            "path": path,
-            "device": drive.name,
-            **asdict(found),
-            "bandwidth": _described(profile, drive),
-            "wear_ratio": wear.ratio,
-            "endurance_days": wear.days,
-        }
 
     async def _bandwidth(self, owner: Owner, paths: Sequence[str]) -> Answer:
         drives = {path: (await asyncio.to_thread(_place, owner, path)).drive for path in paths}
@@ -166,12 +106,7 @@ class Requests:
 
     def _worn(self, drive: Drive) -> Mapping[str, object]:
         found = self._wear(drive)
-        return {
-            "device": drive.name,
-            "rated_bytes": found.rated,
-            "left_bytes": found.left,
-            "daily_share": self._daily_share(),
-        }
+        return {"device": drive.name, "rated_bytes": found.rated, "left_bytes": found.left}
 
     async def _record_bandwidth(self, owner: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not trusted(owner.uid):  # the profile of a drive affects the runs of all users
@@ -240,7 +175,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the message is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError('the message must be an object such as {"op": "status"}')
+        raise ConfigError('the message must be an object such as {"op": "state"}')
     return tree
 
 

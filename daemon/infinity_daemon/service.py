@@ -83,11 +83,9 @@ class Daemon:
         self._stale = StaleRuns()
         self._wear = WearWatch({})
         self._fairness = Fairness()
+        self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
         self._devices = DeviceFamilies(
-            stats_files=self._stats_files,
-            reserved=self._reservations.by_drive,
-            bandwidth=self._profile.of,
-            wear=self._wear,
+            stats_files=self._stats_files, drives=self._drives, reserved=self._reservations.by_drive
         )
         self._collection = Collection(
             {
@@ -97,22 +95,21 @@ class Daemon:
                 "stale": lambda: stale_families(self._stale),
             }
         )
-        self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
         self._state = NodeState(
-            drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about
+            drives=self._drives,
+            reservations=self._reservations,
+            stale=self._stale,
+            drive_of=_drive_of,
+            about=self._about,
         )
         requests = Requests(
             stats_files=self._stats_files,
             profile=self._profile,
             reservations=self._reservations,
-            known_paths=self._devices.known_paths,
             is_alive=lambda owner: self._server.is_alive(owner),
             used=self._measuring.used,
             wear=self._worn,
-            daily_share=lambda: self._config.drives.daily_share,
-            stale=lambda: self._stale.found,
             rates_of=self._rates_of,
-            about=self._about,
             state=self._state.now,
         )
         self._server = SocketServer(config.socket, requests.answer, users)
@@ -120,7 +117,7 @@ class Daemon:
         self._apply(config)
 
     def _about(self) -> dict[str, object]:
-        """Return information about the daemon for ``status`` responses, the dashboard and ``/healthz``."""
+        """Return information about the daemon for the state of the node and ``/healthz``."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
 
@@ -140,6 +137,7 @@ class Daemon:
             "ended": config.stats_files.keep_ended_seconds,
         }
         self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
+        self._drives.paths = config.drives.paths  # and the paths of live ranks, once they are known
         self._measuring.settings, self._stale.settings = config.measure, config.stale
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
 

@@ -1,8 +1,7 @@
 """Restricted reader for the `.metadata` file of a `torch.distributed.checkpoint` folder.
 
 The file is a pickle, which could call any function of any module. This reader permits only the names of the few classes
-that such metadata consist of, and does not use these classes either: it creates records that store the unpickled state.
-The state is validated, and then the metadata are created from it.
+that such metadata consist of, and validates the result.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -34,62 +32,42 @@ METADATA: Final = ".metadata"
 """Name of the file that makes a folder a `torch.distributed.checkpoint` folder."""
 _MAX_BYTES = 1 << 30
 """Maximum size of the metadata. They contain a few hundred bytes per slice of a tensor."""
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_RECORDS = {
-    *((_METADATA, kind.__name__) for kind in (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex)),
-    *((_METADATA, kind.__name__) for kind in (TensorProperties, TensorStorageMetadata)),
-    (_METADATA, "StorageMeta"),
-    (_FILES, "_StorageInfo"),
-}
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}  # fmt: skip
+"""Permitted classes. Their objects only store their state."""
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-class _Record:
-    """Unpickled object: the name of its class, and its state."""
+class _Sealed(type):
+    """Class of classes whose attributes cannot be set, which a pickle can do with every class that it names."""
 
-    __slots__ = ("state",)
-    kind = ""
-    state: Any
-
-    def __new__(cls) -> _Record:
-        made = super().__new__(cls)
-        made.state = {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be set")
 
 
 class _Unpickler(pickle.Unpickler):
     """Unpickler that raises an error for every name that is not part of such metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return type(name, (_Record,), {"__slots__": (), "kind": name})
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) in ((_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")):
-            return lambda code: code  # the result is not used
+        if name in _CLASSES.get(module, ()):
+            kind = super().find_class(module, name)
+            return _Sealed(name, (kind,), {"__class__": kind})
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"):
+            return partial(lambda encodings, code: encodings(code), super().find_class(module, name))
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _LAYOUTS.get
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path"):
             return lambda *parts: "/".join(map(str, parts))
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which is not part of checkpoint metadata and could execute code"
         )
-
-
-@dataclass(frozen=True)
-class StoredItem:
-    """Location of an item: the attributes of torch's `_StorageInfo` that `FileSystemReader` uses."""
-
-    relative_path: str
-    """Path of the file in the folder."""
-    offset: int
-    """Offset of the first byte in the file."""
-    length: int
-    """Size in bytes."""
-    transform_descriptors: tuple[str, ...]
-    """Transforms that were applied to the bytes."""
 
 
 class MetadataReader(FileSystemReader):
@@ -135,64 +113,42 @@ def read_metadata(file: Path) -> Metadata:
     """
     content = read_regular(os.path.realpath(file), _MAX_BYTES)  # download caches contain symbolic links
     found = _Unpickler(io.BytesIO(content)).load()
-    state = _state(found, "Metadata")
-    return Metadata(
-        state_dict_metadata={_text(key): _entry(entry) for key, entry in _table(state["state_dict_metadata"])},
-        planner_data=_paths(state.get("planner_data")),
-        storage_data={_index(key): _item(item) for key, item in _table(state["storage_data"])},
-    )
+    if not isinstance(found, Metadata):
+        raise ValueError("Metadata expected")
+    for key, entry in found.state_dict_metadata.items():
+        _expect(isinstance(key, str), "string")
+        if not isinstance(entry, BytesStorageMetadata):
+            _expect(isinstance(entry, TensorStorageMetadata), "tensor")
+            _expect(isinstance(entry.properties.dtype, torch.dtype), "dtype")
+            _check_chunks(entry.size, entry.chunks)
+    for index, item in found.storage_data.items():
+        _expect(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), "index")
+        _expect(index.offset is None or _is_size(index.offset), "size")
+        _expect(all(type(number) is int and number >= 0 for number in (index.index or 0, item.offset, item.length)),
+                "number")  # fmt: skip
+        path = PurePosixPath(item.relative_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it names {str(path)[:200]!r}, which is outside of the folder")
+    for key, parts in (found.planner_data or {}).items():
+        _expect(isinstance(key, str) and isinstance(parts, tuple), "path")
+        _expect(all(type(part) in (str, int) for part in parts), "path")
+    return found
 
 
-def _state(record: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, dict):
-        raise ValueError(f"{kind} expected")
-    return record.state
+def _expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{what} expected")
 
 
-def _table(value: Any) -> Iterable[tuple[Any, Any]]:
-    if not isinstance(value, dict):
-        raise ValueError("dict expected")
-    return value.items()
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("string expected")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError("number expected")
-    return value
-
-
-def _size(value: Any) -> torch.Size:
-    if not isinstance(value, tuple):
-        raise ValueError("size expected")
-    return torch.Size([_count(item) for item in value])
-
-
-def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
-        return BytesStorageMetadata()
-    state = _state(entry, "TensorStorageMetadata")
-    properties = state["properties"]
-    if not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
-        raise ValueError("tensor properties expected")
-    dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("dtype expected")
-    size = _size(state["size"])
-    states = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
-    chunks = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in states]
-    _check_chunks(size, chunks)
-    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(item >= 0 for item in value)
 
 
 def _check_chunks(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
     """Check that chunks do not exceed their tensor and do not overlap, so that their sizes tell if any are missing."""
+    _expect(_is_size(size), "size")
     for chunk in chunks:
+        _expect(isinstance(chunk, ChunkStorageMetadata) and _is_size(chunk.offsets) and _is_size(chunk.sizes), "chunk")
         if not len(chunk.offsets) == len(chunk.sizes) == len(size):
             raise ValueError("a chunk and its tensor have different numbers of dimensions")
         if any(first + count > most for first, count, most in zip(chunk.offsets, chunk.sizes, size, strict=True)):
@@ -209,30 +165,3 @@ def _check_chunks(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> N
                 for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
             ):
                 raise ValueError("two chunks of a tensor overlap")
-
-
-def _index(key: Any) -> MetadataIndex:
-    state = _state(key, "MetadataIndex")
-    offset, index = state.get("offset"), state.get("index")
-    return MetadataIndex(
-        _text(state["fqn"]), None if offset is None else _size(offset), None if index is None else _count(index)
-    )
-
-
-def _item(item: Any) -> StoredItem:
-    state = _state(item, "_StorageInfo")
-    path = PurePosixPath(_text(state["relative_path"]))
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"it names {str(path)[:200]!r}, which is outside of the folder")
-    transforms = tuple(_text(name) for name in state.get("transform_descriptors") or ())
-    return StoredItem(str(path), _count(state["offset"]), _count(state["length"]), transforms)
-
-
-def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the position of each key in the state dict: keys of dicts and indices of lists."""
-    if value is None:
-        return None
-    paths = {_text(key): path for key, path in _table(value)}
-    if not all(isinstance(path, tuple) and all(type(part) in (str, int) for part in path) for path in paths.values()):
-        raise ValueError("path expected")
-    return paths

@@ -19,7 +19,7 @@ from infinity.checkpoint.full_state import FullState
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
-from infinity.formats.companions import CONFIG, Companions, companion_files
+from infinity.formats.companions import CONFIG, Companions
 from infinity.formats.merged import MergedState
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import INDEX, SINGLE
@@ -81,7 +81,6 @@ def export_safetensors(
     folder: Path,
     *,
     config: Mapping[str, Any] | None = None,
-    companions: Path | None = None,
     dtype: torch.dtype | None = None,
     merge: bool = False,
     file_bytes: int,
@@ -90,7 +89,8 @@ def export_safetensors(
     """Write a folder for `from_pretrained`: weights in one or several files, their index, and config.json.
 
     Tensors have the names and shapes that `save_pretrained` would give them for the model in config.json: the renaming,
-    fusing and splitting that transformers applies when loading is reversed, and a tied parameter is written once.
+    fusing and splitting that transformers applies when loading is reversed, and a tied parameter is written once. The
+    run's copies of the tokenizer and of the other files next to its initial weights are included.
     Without a config.json, or if its class is not from transformers, the model's own names are used. Peak memory is one
     file plus the input and output of one conversion. Every file is read back and compared. The folder only appears
     under its name when all files are durable.
@@ -102,8 +102,6 @@ def export_safetensors(
         reader: checkpoint or run to read.
         folder: target folder, which must be new or empty.
         config: content of config.json. Default: the run's copy. Without a copy, no config.json is written.
-        companions: folder from which to copy the tokenizer, generation_config.json and similar files. Default: the
-            run's copies of the files next to its initial weights.
         dtype: dtype of floating-point weights. Default: the dtype in which they are trained.
         merge: whether to write the base model with the adapter instead of the adapter alone.
         file_bytes: limit for the weights in one file. A larger parameter gets a separate file.
@@ -114,18 +112,15 @@ def export_safetensors(
             belongs to a different model.
         StorageError, CorruptPageError, CheckpointError: if the weights cannot be read.
     """
-    if companions is not None and not companions.is_dir():
-        raise ConfigError(f"companions {str(companions)!r} is not a folder")
     kept = Companions.of_run(reader.folder.checkpoints)
     if merge:
         reader = MergedState(reader, kept.adapters)
     elif kept.adapters:
         return _export_adapters(reader, kept.adapters, folder, dtype, advance)
     config = kept.config if config is None else config
-    beside = kept.files if companions is None else companion_files(companions)
     outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
     with NewFolder(folder, sum(tensor.nbytes for _, _, tensor in outgoing.tensors)) as partial:
-        written = _write_safetensors(outgoing, partial, config, beside, dtype, file_bytes)
+        written = _write_safetensors(outgoing, partial, config, kept.files, dtype, file_bytes)
     return [folder / file.relative_to(partial) for file in written]
 
 

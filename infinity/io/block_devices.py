@@ -51,8 +51,6 @@ class Mount:
     """File system type, for example ``ext4``; ``none`` if unknown."""
     source: str
     """Device, or its equivalent for this type of file system."""
-    options: str
-    """Mount options and file system options, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +107,16 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
 def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
     """Return the mounted file system that contains a folder. Raises `OSError`."""
     target = Path(path).resolve()
-    best, answer = -1, Mount(point="/", kind="none", source="", options="")
+    best, answer = -1, Mount(point="/", kind="none", source="")
     for line in mountinfo.read_text(errors="surrogateescape").splitlines():  # names may contain any bytes
         before, _, after = line.partition(" - ")
-        _, _, _, _, mounted, options, *_ = before.split()
+        mounted = before.split()[4]
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mounted))
         # >= because only the later one of two mounts on the same mount point is visible.
         if target.is_relative_to(point) and len(point.parts) >= best:
-            kind, source, *more = after.split(" ", 2)
+            kind, source, *_ = after.split(" ", 2)
             best = len(point.parts)
-            answer = Mount(point=str(point), kind=kind, source=source, options=",".join([options, *more]))
+            answer = Mount(point=str(point), kind=kind, source=source)
     return answer
 
 

@@ -63,10 +63,6 @@ class Ticket:
     """Length in bytes."""
     submitted: float = field(default_factory=time.perf_counter)
     """Time of submission, from `time.perf_counter`."""
-    started: float = 0.0
-    """Time at which the first bytes were requested from the drive, from `time.perf_counter`. It is 0 while the
-    request waits for other requests. Set by the engine.
-    """
     completed: float = 0.0
     """Time of completion, from `time.perf_counter`. Set by `complete`."""
     retries: int = 0

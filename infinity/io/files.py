@@ -98,47 +98,20 @@ class PinnedView:
             raise ValueError("memory of a transfer must be contiguous")
         self.length = memory.nbytes  # in bytes
         # `address` is 0 if the memory is empty. `_export` keeps the memory alive and is ``None`` after `release`.
-        if memory.readonly:
-            view = _PyBuffer()
-            ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
-            self._export: object = _ReadOnlyExport(view)
-            self.address = int(view.buf or 0)
-        else:
-            export = ctypes.c_char.from_buffer(memory) if self.length else None
-            self._export = export
-            self.address = ctypes.addressof(export) if export is not None else 0
+        self._export: object = None
+        self.address = 0
+        if self.length and memory.readonly:  # a write may use such memory, but `from_buffer` does not accept it
+            import numpy as np
+
+            self._export = array = np.frombuffer(memory, np.uint8)
+            self.address = array.ctypes.data
+        elif self.length:
+            self._export = export = ctypes.c_char.from_buffer(memory)
+            self.address = ctypes.addressof(export)
 
     def release(self) -> None:
         """Release the export."""
         self._export = None
-
-
-class _PyBuffer(ctypes.Structure):
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-class _ReadOnlyExport:
-    """Export of read-only memory. A write may use such memory, but `from_buffer` does not accept it."""
-
-    __slots__ = ("_view",)
-
-    def __init__(self, view: _PyBuffer) -> None:
-        self._view = view
-
-    def __del__(self) -> None:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._view))
 
 
 def pin_request(op: Op, file: DataFile, offset: int, memory: memoryview) -> PinnedView:

@@ -196,5 +196,4 @@ class PacedEngine:
 
 def _end(ticket: Ticket, moved: Ticket) -> None:
     ticket.retries = moved.retries
-    ticket.started = ticket.submitted  # waiting for the rate counts as time spent in the drive
     ticket.complete(moved.error)

@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from dataclasses import dataclass
 
 from infinity.errors import InfinityError, StorageError
@@ -133,8 +132,6 @@ class ThreadEngine(FileTable):
 def _move(chunk: _Chunk) -> None:
     request, file = chunk.request, chunk.request.file
     ticket = request.ticket
-    if chunk.start == 0:
-        ticket.started = time.perf_counter()
     transfer = os.preadv if ticket.op is Op.READ else os.pwritev
     at, retries = chunk.start, 0
     while at < chunk.stop:

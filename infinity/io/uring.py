@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -337,8 +336,6 @@ class RingThread:
             request = backlog[0]
             start, length = request.cursor, request.pinned.length
             if start < length:
-                if start == 0:
-                    request.ticket.started = time.perf_counter()
                 request.cursor = stop = min(start + self._request_bytes, length)
                 request.chunks += 1
                 return _Chunk(request, start, stop)

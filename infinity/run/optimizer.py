@@ -400,22 +400,20 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
         file_bytes: int | str = FILE_BYTES,
         config: Mapping[str, Any] | None = None,
-        companions: str | os.PathLike[str] | None = None,
     ) -> list[Path]:
         """Save the weights after the last step to a folder that `from_pretrained` can load.
 
         The files are bit for bit equal to the output of `infinity export` for a checkpoint of the same step: the
-        weights, with the names and shapes that the model's own `save_pretrained` uses, config.json, the generation
-        config and the tokenizer. The folder appears only once it is complete. Peak memory is the size of one file. All
-        ranks must call it together, between two steps; rank 0 writes the files. Training is not affected.
+        weights, with the names and shapes that the model's own `save_pretrained` uses, config.json, and the files next
+        to the weights that the run started from. The folder appears only once it is complete. Peak
+        memory is the size of one file. All ranks must call it together, between two steps; rank 0 writes the files.
+        Training is not affected.
 
         Args:
             folder: destination; a new or empty folder.
             dtype: dtype in which floating-point weights are saved. By default, the dtype in which they are trained.
             file_bytes: maximum size of the weights per file, in bytes or as a string such as ``"1GiB"``.
             config: contents of config.json. By default, the model's config, if it is a transformers model.
-            companions: folder from which the tokenizer, generation_config.json and similar files are copied. By
-                default, the `weights` folder that the run started from.
 
         Returns:
             Paths of the files, on every rank.
@@ -427,12 +425,9 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
             StorageError, CorruptPageError: if a page cannot be read.
         """
         most = file_size(file_bytes)
-        beside = Path(companions) if companions is not None else None
 
         def write(state: FullState) -> list[Path]:
-            return export_safetensors(
-                state, Path(folder), config=config, companions=beside, dtype=dtype, file_bytes=most
-            )
+            return export_safetensors(state, Path(folder), config=config, dtype=dtype, file_bytes=most)
 
         return self._saves.write("save_pretrained", self.check_between, write)
 

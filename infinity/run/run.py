@@ -33,12 +33,10 @@ from infinity.optim.update_thread import UpdateWorker
 from infinity.peer_failures import Peers
 from infinity.processor import share_of_cores
 from infinity.ranks import Ranks
-from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.run_directory import RunDirectory
 from infinity.run.space_reservation import FileSpace, UnnamedSpace
 from infinity.run.update_device import choose_update_device
-from infinity.run.wear_warning import WearWarning
 from infinity.schedule.activation_pages import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
@@ -165,7 +163,6 @@ class Run:
             moving = open_engine(settings.storage)
             self.engine: Engine = (engine := PacedEngine(moving))
             self.undo.push(partial(self._close_engine, engine))
-            loads = PathLoads(len(files))
             self.stats = stats = _stats_file(settings, self.ranks, self.directory, engine.name)
             # Closed last, because the engine updates it. After a step, its final values can still be scraped.
             self.undo.push_under(lambda: stats.close(keep=stats.snapshot().value("steps_total") > 0))
@@ -181,7 +178,7 @@ class Run:
                 engine,
                 space,
                 name_of=layout.page_name,
-                moved=partial(_book_transfer, ledger, timeline, loads),
+                moved=partial(_book_transfer, ledger, timeline),
                 timeout=settings.storage.timeout_seconds,
                 spare=SPARE_SLOTS,
                 retries=settings.storage.retries,
@@ -211,16 +208,6 @@ class Run:
             space.changed = changed
             if activation_space is not None:
                 activation_space.changed = changed
-            if settings.storage.balance and len(files) > 1:
-                balance = Balance(
-                    loads,
-                    self.directory.rates,
-                    layout.pages,
-                    store,
-                    folders,
-                    steps=lambda: stats.snapshot().value("steps_total"),
-                )
-                self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
             cache_slots = host_cache.part(0, budget.cache_slots)
             self.pager = pager = Pager(
@@ -231,12 +218,9 @@ class Run:
             """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
             if budget.activation_cache_slots:
                 further = host_cache.part(budget.cache_slots, budget.activation_cache_slots)
-                self.activations = self._open_activations(further, activation_space, loads)
+                self.activations = self._open_activations(further, activation_space)
             self.worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(self.worker.close)
-            if self.ranks.local_rank == 0:
-                wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
-                self.undo.push(wear.close)
         self.planner = StepPlanner(
             layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule,
             threaded=self.worker.threaded, exchanges=self._exchanges,
@@ -245,9 +229,7 @@ class Run:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(host_cache.nbytes)
 
-    def _open_activations(
-        self, host_cache: HostCachePart, space: UnnamedSpace | None, loads: PathLoads
-    ) -> ActivationPages:
+    def _open_activations(self, host_cache: HostCachePart, space: UnnamedSpace | None) -> ActivationPages:
         """Create the pages for activations, in cache slots and, if `space` is given, in files."""
         store, settings = None, self.settings.storage
         if space is not None:
@@ -259,7 +241,7 @@ class Run:
                 self.engine,
                 space,
                 name_of=lambda page: f"activations/{Role.ACTIVATION.value}[{page}]",
-                moved=partial(_book_transfer, self.ledger, None, loads),
+                moved=partial(_book_transfer, self.ledger, None),
                 timeout=settings.timeout_seconds,
                 spare=SPARE_SLOTS,
                 retries=settings.retries,
@@ -357,7 +339,6 @@ class Run:
 def _book_transfer(
     ledger: Ledger,
     timeline: Timeline | None,
-    loads: PathLoads,
     page: Page,
     ticket: Ticket,
     path: int,
@@ -366,10 +347,7 @@ def _book_transfer(
 ) -> None:
     started, ended = ticket.submitted, ticket.completed
     ledger.moved(ticket.op.value, page.role.value, path, ticket.length, ended - started, retries, error)
-    if error is not None:
-        return
-    loads.moved(path, ticket.length, ticket.started or started, ended)
-    if timeline is not None:
+    if error is None and timeline is not None:
         timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
 
 

@@ -22,10 +22,8 @@ from infinity.sources.reshard import ReshardSource, folders_of, needs_resharding
 from infinity.store.folder import UNKNOWN_RUN, FolderLock, RunFolder, make_paths, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over, run_ids
 from infinity.store.path_bandwidth import path_stripe_weights
-from infinity.units import MIB, format_size
+from infinity.units import format_size
 
-_LEAST_RATE = float(MIB)
-"""Stripe weights below this value are not bandwidths in bytes per second, but the equal weights of unmeasured paths."""
 _log = logging.getLogger("infinity")
 
 
@@ -160,11 +158,6 @@ class RunDirectory:
     def continued(self) -> Manifest | CheckpointReader | None:
         """Checkpoint from which training continues, of this run or of another one; None for a new run."""
         return self.found or (self.source.reader if self.source is not None else None)
-
-    @property
-    def rates(self) -> list[float]:
-        """Bandwidth of each path in bytes per second; 0 for paths that were not measured."""
-        return [stripe_weight if stripe_weight > _LEAST_RATE else 0.0 for stripe_weight in self.stripe_weights]
 
     @property
     def paths(self) -> list[str]:

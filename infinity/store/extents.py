@@ -60,36 +60,6 @@ def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int,
     return tuple(paths)
 
 
-def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequence[float]) -> tuple[int, ...]:
-    """Return new paths that distribute the bytes of each role by `stripe_weights`, and move as few pages as possible.
-
-    The pages that leave a path are distributed evenly over its pages. Fixed pages stay, because they are never
-    written.
-    """
-    moved = list(paths)
-    for role in Role:
-        mine = [page for page in pages if page.role is role and not page.fixed]
-        loads = [0.0] * len(stripe_weights)
-        for page in mine:
-            loads[paths[page.index]] += page.nbytes
-        # Number of bytes by which each path exceeds its share.
-        surplus = [
-            load - sum(loads) * stripe_weight / sum(stripe_weights)
-            for load, stripe_weight in zip(loads, stripe_weights, strict=True)
-        ]
-        leaving = [max(0.0, extra / load) if load else 0.0 for extra, load in zip(surplus, loads, strict=True)]
-        due = [0.0] * len(stripe_weights)  # number of bytes that should have left each path so far
-        for page in mine:
-            path = paths[page.index]
-            due[path] += leaving[path] * page.nbytes
-            target = min(range(len(stripe_weights)), key=lambda k: surplus[k])
-            if due[path] >= page.nbytes / 2 and surplus[target] <= -page.nbytes / 2:
-                moved[page.index] = target
-                due[path] -= page.nbytes
-                surplus[target] += page.nbytes
-    return tuple(moved)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SlotClass:
     """Class of `count` slots of `length` bytes in the data file on `path`, starting at `offset`."""
@@ -115,7 +85,7 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
         spare: maximum number of writes in flight per class. Each of them needs an additional slot.
         retained: number of checkpoints to keep.
     """
-    members, changing = _counted(pages, [(path,) for path in paths])
+    members, changing = _counted(pages, paths)
     # One slot per retained checkpoint plus one for the current version, so that a write always finds a slot to which no
     # checkpoint refers.
     newest = {key: count + _spare(changing[key], spare) for key, count in members.items()}
@@ -138,16 +108,16 @@ def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
 
 def needed_slots(
     pages: Sequence[Page],
-    paths: Sequence[Collection[int]],
+    paths: Sequence[int],
     spare: int,
     retained: int,
     edited: Collection[int] = (),
 ) -> Counter[tuple[int, int]]:
-    """Return the number of slots by (path, length), as in `plan_slots`, for pages that may be on several paths.
+    """Return the number of slots by (path, length), as in `plan_slots`.
 
     Args:
         pages: some or all pages of the rank.
-        paths: for each of these pages, all paths on which a version of it is or will be stored.
+        paths: path of each of these pages.
         spare: maximum number of writes in flight per class.
         retained: number of checkpoints to keep.
         edited: fixed pages that may be rewritten.
@@ -159,15 +129,14 @@ def needed_slots(
 
 
 def _counted(
-    pages: Sequence[Page], paths: Sequence[Collection[int]], edited: Collection[int] = ()
+    pages: Sequence[Page], paths: Sequence[int], edited: Collection[int] = ()
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """Return the number of pages by (path, length): for all pages, and for the pages that are rewritten."""
     members: Counter[tuple[int, int]] = Counter()
     changing: Counter[tuple[int, int]] = Counter()
-    for page, on in zip(pages, paths, strict=True):
-        for path in on:
-            members[path, page.nbytes] += 1
-            changing[path, page.nbytes] += not page.fixed or page.index in edited
+    for page, path in zip(pages, paths, strict=True):
+        members[path, page.nbytes] += 1
+        changing[path, page.nbytes] += not page.fixed or page.index in edited
     return members, changing
 
 

@@ -33,6 +33,7 @@ class GradientSpace:
 
     Args:
         pages: pages of the rank, by index.
+        paths: path of each page.
         spare: maximum number of writes in flight per class.
         files: functions that allocate and release the blocks of the area.
         slots: function that returns all slots of the state, which the area follows.
@@ -41,16 +42,17 @@ class GradientSpace:
     def __init__(
         self,
         pages: Sequence[Page],
+        paths: Sequence[int],
         spare: int,
         files: FileLengths,
         slots: Callable[[], Sequence[SlotClass]],
     ) -> None:
-        self._pages = [page for page in pages if page.role is Role.GRAD]
-        self._spare, self._files, self._slots = spare, files, slots
+        of_gradients = [page for page in pages if page.role is Role.GRAD]
+        self._needed = needed_slots(of_gradients, [paths[page.index] for page in of_gradients], spare, 0)
+        """Number of slots in the area, by (path, length)."""
+        self._files, self._slots = files, slots
         self._own = ExtentAllocator(())
         """Slots in the area."""
-        self._taken: dict[Extent, int] = {}
-        """Page index for each slot in use."""
         self.area: tuple[SlotClass, ...] = ()
         """All slots in the area; empty if there is no area. Changed only while `growing` is held."""
         self.growing = Lock()
@@ -59,73 +61,56 @@ class GradientSpace:
         self._waiting = 0
         """Number of writes that wait for a slot and therefore need the area. Changed only while `growing` is held."""
 
-    def expect(self, stored: bool, paths: Sequence[int]) -> None:
+    def expect(self, stored: bool) -> None:
         """Allocate the area if gradients may be stored. Otherwise release it, unless it contains gradients.
 
         Args:
             stored: whether gradients may be stored.
-            paths: path for writes, by page.
 
         Raises:
             BudgetError, StorageError: if the area cannot be allocated.
         """
         if stored:
-            if not self.area:  # cheap test first, because this runs in every step and large models have many pages
-                with self.growing:
-                    self._add_missing(paths)
+            with self.growing:
+                self._allocate()
         elif self.area:
             with self.growing:
                 if not self._waiting and self._own.drain(self.area):
                     self._files.cut(self._slots())
                     self.area = ()
 
-    def take(self, page: Page, paths: Sequence[int], timeout: float) -> Extent:
-        """Return a slot for a page that is about to be written.
+    def take(self, path: int, length: int, timeout: float) -> Extent:
+        """Return a slot of `length` bytes on a path, for a page that is about to be written.
 
         Args:
-            page: page to write.
-            paths: path for writes, by page.
+            path: index of the path.
+            length: size of the page in bytes.
             timeout: number of seconds to wait for a slot.
 
         Raises:
             BudgetError, StorageError: if the area cannot be allocated.
             StallError: if no slot is freed in time.
         """
-        path, length = paths[page.index], page.nbytes
         extent = self._own.take_free(path, length)
         if extent is None:
             with self.growing:
-                self._add_missing(paths)
+                self._allocate()
                 self._waiting += 1
             try:
                 extent = self._own.take(path, length, timeout)
             finally:
                 with self.growing:
                     self._waiting -= 1
-        self._taken[extent] = page.index
         return extent
 
     def give(self, extent: Extent) -> None:
         """Free a slot."""
-        del self._taken[extent]
         self._own.give(extent)
 
-    def reserve_space(self, paths: Sequence[int]) -> None:
-        """If the area exists, add the slots that gradients need on new paths. The caller must hold `growing`.
-
-        Raises:
-            BudgetError, StorageError: if the slots cannot be allocated.
-        """
-        if self.area:
-            self._add_missing(paths)
-
-    def _add_missing(self, paths: Sequence[int]) -> None:
-        on = {page.index: {paths[page.index]} for page in self._pages}
-        for extent, page in self._taken.copy().items():
-            on[page].add(extent.path)  # the page may have moved to another path in the meantime
-        needed = needed_slots(self._pages, [on[page.index] for page in self._pages], self._spare, 0)
-        more = missing_slots(self.area, needed, behind=self._slots())
-        if more:
-            self._files.allocate(more)
-            self._own.add(more)
-            self.area = (*self.area, *more)
+    def _allocate(self) -> None:
+        """Allocate the area if it does not exist. The caller must hold `growing`."""
+        if not self.area and self._needed:
+            slots = missing_slots((), self._needed, behind=self._slots())
+            self._files.allocate(slots)
+            self._own.add(slots)
+            self.area = slots

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from infinity.untrusted_files import read_regular, replacing, sync_folder
+from infinity.untrusted_files import read_regular, sync_folder, write_own
 
 MARKER_NAME = "infinity.run"
 _FORMAT = 1
@@ -110,15 +110,10 @@ def write_marker(root: Path, marker: Marker) -> None:
             return
     except OSError:
         pass
-    with replacing(root / MARKER_NAME, 0o600) as file:
-        file.write(content)
-        file.flush()
-        # before the rename, so that a power loss cannot leave an empty marker under the final name
-        os.fsync(file.fileno())
     # The marker and the folder itself must be durable before the first checkpoint. Without a marker, the folder would
     # not be recognized as a run, and its checkpoints could not be resumed.
-    for name in (root, root.parent):
-        sync_folder(name)
+    write_own(root / MARKER_NAME, content, durable=True)
+    sync_folder(root.parent)
 
 
 def _encode(marker: Marker) -> bytes:

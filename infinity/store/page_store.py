@@ -75,7 +75,7 @@ def lay_out(
     """Return the path for new versions of each page, and the slots of the state.
 
     Every extent of a checkpoint is a slot as well. The pages of a checkpoint stay on the path on which the checkpoint
-    stores them, even if `stripe_weights` would place them elsewhere, because the run may have redistributed them.
+    stores them, even if `stripe_weights` would place them elsewhere.
 
     Args:
         pages: pages of the rank, by index.
@@ -86,18 +86,16 @@ def lay_out(
     """
     spread_out = spread(pages, stripe_weights)
     paths = list(spread_out)
-    on = [{path} for path in paths]
     for _, versions in sorted(checkpointed.items()):
         for page, version in versions.items():
             paths[page] = version.extent.path
-            on[page].add(version.extent.path)
     # If there are more checkpoints than `retained`, the excess ones keep their extents until the next checkpoint is
     # published.
     retained = max(retained, len(checkpointed))
     state = state_pages(pages)
     slots = plan_slots(state, [spread_out[page.index] for page in state], spare, retained)
     used = {version.extent for versions in checkpointed.values() for version in versions.values()}
-    needed = needed_slots(state, [on[page.index] for page in state], spare, retained)
+    needed = needed_slots(state, [paths[page.index] for page in state], spare, retained)
     more = missing_slots(slots, needed, used)
     strays = (SlotClass(path=p, offset=at, length=n, count=1) for p, at, n in sorted(used.difference(*slots)))
     return tuple(paths), (*slots, *more, *strays)
@@ -183,9 +181,9 @@ class PageStore:
 
     Threads: the pager calls `read`, `write`, `has` and `discard` from any thread, under its own lock
     (`Transfers.lock`). The training thread calls the methods that concern checkpoints. `allow_edits` is called by the
-    thread that edits frozen parameters, and `redirect_writes` by a thread that rebalances the paths. Writes complete on
-    the engine's thread; reads complete on a verifier thread if there is one. `_write` runs on a writer thread.
-    `_lock` guards the shared state, and no thread blocks while holding it.
+    thread that edits frozen parameters. Writes complete on the engine's thread; reads complete on a verifier thread if
+    there is one. `_write` runs on a writer thread. `_lock` guards the shared state, and no thread blocks while holding
+    it.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class PageStore:
             CheckpointError: if checkpointed pages overlap or have the wrong length.
         """
         self._paths = list(paths)
-        """Path for the next version of each page. `redirect_writes` replaces the list; `add` extends it."""
+        """Path for new versions of each page. `add` extends the list."""
         self._pages = list(pages)
         """Pages by index. `add` extends the list."""
         # Constant after construction.
@@ -261,7 +259,7 @@ class PageStore:
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Free slots of the state. It has its own lock."""
         self._slots = list(slots)
-        """All slots of the state. `redirect_writes`, `add` and `allow_edits` extend the list."""
+        """All slots of the state. `add` and `allow_edits` extend the list."""
         self._ends = list(file_sizes(slots, len(files)))
         """End of the slots on each path, in bytes."""
         self._added: Counter[tuple[int, int]] = Counter()
@@ -271,7 +269,7 @@ class PageStore:
         self._not_removed = 0
         """Maximum number of further checkpoints whose versions are kept. Changed by `reserve_checkpoints`."""
         self._lengths = lengths
-        self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
+        self._gradients = GradientSpace(pages, paths, spare, lengths, lambda: self._slots)
         """Slots for gradients."""
         self._lock = Lock()
         self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
@@ -307,21 +305,6 @@ class PageStore:
                 f"{self._files[stray.path].path}: two checkpointed pages overlap at offset {stray.offset}"
             )
 
-    def redirect_writes(self, paths: Sequence[int]) -> None:
-        """Write all future versions of pages to `paths`. A page moves the next time it is written.
-
-        Args:
-            paths: index of the path for new versions, by page.
-
-        Raises:
-            BudgetError: if a path has too little space for the additional slots.
-            StorageError: if a drive fails.
-        """
-        with self._gradients.growing:
-            self._reserve_space(paths, self._edited)
-            self._gradients.reserve_space(paths)
-            self._paths = list(paths)
-
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
         """Add pages whose indices follow the existing ones. Supported only for stores that keep no checkpoints.
 
@@ -351,7 +334,7 @@ class PageStore:
         fixed = {page for page in pages if self._pages[page].fixed} - self._edited
         if fixed:
             with self._gradients.growing:
-                self._reserve_space(self._paths, self._edited | fixed)
+                self._reserve_space(self._edited | fixed)
                 self._edited |= fixed
 
     def reserve_checkpoints(self, further: int) -> None:
@@ -366,18 +349,14 @@ class PageStore:
         """
         with self._gradients.growing:
             self._not_removed = max(self._not_removed, further)
-            self._reserve_space(self._paths, self._edited)
+            self._reserve_space(self._edited)
 
-    def _reserve_space(self, paths: Sequence[int], edited: Collection[int]) -> None:
+    def _reserve_space(self, edited: Collection[int]) -> None:
         """Allocate missing slots. The caller must hold `growing`."""
-        on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
-        with self._lock:
-            for versions in (self._current, *self._checkpoints.values()):
-                for page, version in versions.items():
-                    on[page].add(version.extent.path)
         state = state_pages(self._pages)
         checkpoints = max(self.retained, len(self._checkpoints)) + self._not_removed
-        needed = needed_slots(state, [on[page.index] for page in state], self._spare, checkpoints, edited)
+        paths = [self._paths[page.index] for page in state]
+        needed = needed_slots(state, paths, self._spare, checkpoints, edited)
         self._have(missing_slots(self._slots, needed, behind=self._gradients.area))
 
     def _have(self, slots: Sequence[SlotClass]) -> None:
@@ -395,22 +374,7 @@ class PageStore:
             BudgetError: if a path has too little space.
             StorageError: if a drive fails.
         """
-        self._gradients.expect(stored, self._paths)
-
-    def not_moved(self, pages: Sequence[int]) -> list[int]:
-        """Return the pages whose next version will be on a different path than the current one."""
-        with self._lock:
-            current = [self._current.get(page) for page in pages]
-        return [
-            page
-            for page, version in zip(pages, current, strict=True)
-            if version is not None and version.extent.path != self._paths[page]
-        ]
-
-    @property
-    def paths(self) -> tuple[int, ...]:
-        """Index of the path for new versions, by page."""
-        return tuple(self._paths)
+        self._gradients.expect(stored)
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
         """Read the current version of a page into `memory`, verify it, then call `done`."""
@@ -460,7 +424,7 @@ class PageStore:
     def _take(self, page: int) -> Extent:
         # Checkpoints contain no gradients, so gradients use a separate area that can be truncated.
         if self._pages[page].role is Role.GRAD:
-            return self._gradients.take(self._pages[page], self._paths, self._timeout)
+            return self._gradients.take(self._paths[page], self._pages[page].nbytes, self._timeout)
         return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
 
     def _give(self, page: int, extent: Extent) -> None:

@@ -15,11 +15,7 @@ _RATE_SECONDS: Final = 5.0
 """Interval over which throughput is averaged. It is longer if consecutive readings are further apart."""
 
 
-def drive_trees(paths: Iterable[str], sysfs: Path = SYSFS) -> list[tuple[Drive | None, Tree]]:
-    """Return each drive with its paths, space and counters, followed by the paths that cannot be examined.
-
-    The space of a file system with several paths is counted once. May block if a drive does not respond.
-    """
+def _drive_trees(paths: Iterable[str], sysfs: Path) -> list[tuple[Drive | None, Tree]]:
     by_drive: dict[str, list[Place]] = {}
     missing: list[tuple[None, Tree]] = []
     for path in dict.fromkeys(paths):
@@ -56,19 +52,17 @@ class DriveLooks:
         """Readings of the last `_RATE_SECONDS` by drive: monotonic time in seconds, and the counters since boot."""
 
     def look(self, paths: Iterable[str], now: float) -> list[tuple[Drive | None, Tree]]:
-        """Return the trees of `drive_trees` with the rates of each drive.
+        """Return each drive with its paths, space, counters and rates, followed by the paths that cannot be examined.
+
+        The space of a file system with several paths is counted once.
 
         Args:
             paths: Paths on the drives.
             now: Current monotonic time in seconds.
         """
-        looked = drive_trees(paths, self._sysfs)
+        looked = _drive_trees(paths, self._sysfs)
         self._counts = {drive.name: self._counts.get(drive.name, deque()) for drive, _ in looked if drive is not None}
-        return [(drive, self._with_rates(drive, tree, now)) for drive, tree in looked]
-
-    def _with_rates(self, drive: Drive | None, tree: Tree, now: float) -> Tree:
-        rates = {} if drive is None else self._rates(drive, tree, now)
-        return {name: value for name, value in tree.items() if name != "counters"} | rates
+        return [(drive, tree if drive is None else tree | self._rates(drive, tree, now)) for drive, tree in looked]
 
     def _rates(self, drive: Drive, tree: Tree, now: float) -> Tree:
         """Return the drive's throughput, busy fraction and latency, for the requests of all processes.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,30 +15,39 @@ import torch
 
 from infinity.estimate.machine import Drives
 from infinity.estimate.model import decoder
+from support.processes import fork_server
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import bench_gpu
+
 VARIANTS = ["fsdp_memory", "infinity_host", "infinity_nvme"]
 TINY = ("--variants", ",".join(VARIANTS), "--device", "cpu", "--threads", 1, "--model", "tiny",
         "--layers", 2, "--tokens", 32, "--seq", 16, "--steps", 2, "--rounds", 2, "--host-memory", "1536KiB",
-        "--page-bytes", "64KiB")  # fmt: skip
+        "--page-bytes", "64KiB", "--nvme-bandwidth", "1e9/1e9")  # fmt: skip
 
 
-def bench(*options: object) -> subprocess.CompletedProcess[str]:
-    """Run the benchmark in the same way as `make bench-gpu`, without a GPU."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM, *map(str, options)],
-        capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+def bench(*options: object) -> tuple[object, str, str]:
+    """Run the benchmark with its variants in processes of `fork_server`; return its status and its output."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+    ):
+        patch.setattr(sys, "argv", ["bench_gpu.py", *map(str, options)])
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(bench_gpu, "mp", SimpleNamespace(get_context=lambda _: fork_server()))
+        with pytest.raises(SystemExit) as ended:
+            bench_gpu.main()
+    return ended.value.code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of a run on the CPU, which the benchmark both prints and stores."""
     folder = tmp_path_factory.mktemp("bench")
-    done = bench(*TINY, "--nvme", folder, "--out", folder / "gpu.json", "--json")
-    assert done.returncode == 0, done.stderr
-    printed: dict[str, Any] = json.loads(done.stdout)
+    status, out, _ = bench(*TINY, "--nvme", folder, "--out", folder / "gpu.json", "--json")
+    assert status == 0
+    printed: dict[str, Any] = json.loads(out)
     assert json.loads((folder / "gpu.json").read_text()) == printed
     assert sorted(path.name for path in folder.iterdir()) == ["gpu.json", "gpu.png"]
     return printed
@@ -98,48 +107,38 @@ def test_measured_bytes_and_seconds_match_the_plan(results: dict[str, Any]) -> N
 def test_invalid_runs_are_rejected_in_one_line() -> None:
     """A missing GPU and an invalid batch size are reported with status 2."""
     for options, message in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
-        done = bench(*options)
-        assert done.returncode == 2
-        assert done.stdout == ""
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+        status, out, err = bench(*options)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
 
 
-def test_different_losses_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_losses_are_detected() -> None:
     """Only variants whose updates run on the same kind of device are compared."""
-    monkeypatch.syspath_prepend(PROGRAM.parent)
-    from bench_gpu import compared
-
     losses = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0, 2.5]}
-    by_device = compared(losses, {"a": "cuda", "b": "cpu", "c": "cpu"})["by_update_device"]
+    by_device = bench_gpu.compared(losses, {"a": "cuda", "b": "cpu", "c": "cpu"})["by_update_device"]
     assert {device: row["equal"] for device, row in by_device.items()} == {"cpu": True, "cuda": True}
-    (row,) = compared(losses, dict.fromkeys(losses, "cpu"))["by_update_device"].values()
+    (row,) = bench_gpu.compared(losses, dict.fromkeys(losses, "cpu"))["by_update_device"].values()
     assert (row["equal"], row["first_difference"]) == (False, 1)
 
 
 @pytest.mark.parametrize("variant", ["fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme"])
 def test_all_variants_except_fsdp_memory_are_capped(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA device is mocked."""
-    monkeypatch.syspath_prepend(PROGRAM.parent)
-    from bench_gpu import prepare
-
     caps: list[tuple[float, int]] = []
     device = SimpleNamespace(name="a GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap))
     options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0)
-    facts, prefetched = prepare(options, variant)
+    facts, prefetched = bench_gpu.prepare(options, variant)
     assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
     assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
     assert prefetched == 1 << 30
 
 
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])
-def test_the_plan_for_a_gpu_covers_all_resources(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_for_a_gpu_covers_all_resources(updates: str) -> None:
     """Pages that are updated on the GPU cross the link in both directions."""
-    monkeypatch.syspath_prepend(PROGRAM.parent)
-    from bench_gpu import LINK, planned
-
     shape = decoder(parameters=1e9, layers=20, hidden=2048, vocabulary=256)
     options = SimpleNamespace(
         tokens=8192, seq=2048, host_memory=2 << 30, page_bytes=0, update="auto", update_cores=-1, update_device=updates
@@ -149,13 +148,13 @@ def test_the_plan_for_a_gpu_covers_all_resources(updates: str, monkeypatch: pyte
         "fsdp_memory": {"shape": shape, "device": device},
         "infinity_nvme": {"update_cores": 1, "update_device": updates, "device_bytes": 1 << 30},
     }
-    plan = planned(options, "infinity_nvme", facts, 400e12, Drives(count=1, read=7e9, write=5e9))
+    plan = bench_gpu.planned(options, "infinity_nvme", facts, 400e12, Drives(count=1, read=7e9, write=5e9))
     resources = {name: one["planned_busy"] for name, one in plan["by_resource"].items()}
     assert all(seconds > 0 for name, seconds in resources.items() if name != "collectives")
     if updates == "cpu":
-        assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in LINK) / 55e9)
+        assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in bench_gpu.LINK) / 55e9)
     else:
-        assert resources["updates"] <= max(plan["bytes"][way] for way in LINK) / 55e9
+        assert resources["updates"] <= max(plan["bytes"][way] for way in bench_gpu.LINK) / 55e9
         # The direction with more bytes includes the weights.
         assert 12 <= resources["updates"] * 55e9 / shape.parameters <= 14
     assert plan["step_seconds"] >= max(resources.values())

@@ -34,7 +34,7 @@ from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
-from support.session import EVERY, KILLS, STEPS, Session, reference, run_killed_session
+from support.session import EVERY, KILLS, STEPS, Session, run_killed_session
 from support.tables import all_but
 from support.train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
@@ -42,24 +42,18 @@ LATEST = {"resume": "latest"}
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
-    """Resume the latest run and train to the end; return the first step and the losses."""
+    """Resume the latest run and train until the next checkpoint; return the first step and the losses."""
     random.seed(99)
     np.random.seed(99)
     with Session(folder, run=LATEST) as session:
         first = session.optimizer.steps
-        return first, session.run()
+        return first, session.run(min(first + EVERY, STEPS))
 
 
 def run_folder(folder: Path) -> Path:
     """Return the folder of the only run."""
     (found,) = [entry for entry in (folder / "nvme0").iterdir() if entry.is_dir()]
     return found
-
-
-def test_reference_losses_are_reproducible_and_distinct(undisturbed: list[float], tmp_path: Path) -> None:
-    """A wrong step, learning rate or random state would change the losses."""
-    assert reference(tmp_path) == undisturbed
-    assert len(set(undisturbed)) == STEPS
 
 
 @pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "checkpoint: pages flushed"))
@@ -70,13 +64,14 @@ def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tm
     assert seen == undisturbed[: step - 1]
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
-    assert losses == undisturbed[first:]
+    assert losses == undisturbed[first : first + EVERY]
     leftovers = [file.name for file in (run_folder(tmp_path) / "checkpoints").glob("step*")]
     assert len(leftovers) == 2, "one manifest and its state file"
 
 
 def test_checkpoints_do_not_change_the_losses(undisturbed: list[float], tmp_path: Path) -> None:
-    """The run saves no checkpoints, or one after every step."""
+    """The run saves no checkpoints, or one after every step. A wrong step or random state would change the losses."""
+    assert len(set(undisturbed)) == STEPS
     for every in (0, 1):
         with Session(tmp_path, run={"keep": "never"}) as session:
             assert session.run(every=every) == undisturbed
@@ -121,7 +116,7 @@ def test_latest_resumes_the_newest_run_with_a_checkpoint(undisturbed: list[float
         later.mkdir(parents=True)
         for name in names:
             (later / name).write_bytes(manifest.read_bytes())
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY : 2 * EVERY])
 
 
 def run_with_clock(folder: Path, days: int, sections: dict[str, dict[str, Any]]) -> tuple[str, int]:
@@ -230,7 +225,7 @@ def test_resume_from_an_earlier_checkpoint_if_the_newest_is_corrupt(undisturbed:
         assert session.run() == undisturbed[3:]
 
 
-@pytest.mark.parametrize("numbers", [(1, 3), (3, 1), pytest.param((2, 3), marks=pytest.mark.wide)])
+@pytest.mark.parametrize("numbers", [(1, 3), (3, 1)])
 def test_resume_can_change_the_number_of_retained_checkpoints(
     numbers: tuple[int, int], undisturbed: list[float], tmp_path: Path
 ) -> None:
@@ -243,17 +238,6 @@ def test_resume_can_change_the_number_of_retained_checkpoints(
     assert retained_steps(tmp_path) == list(range(8 - after, 8))
     with Session(tmp_path, run={**LATEST, "retained_checkpoints": after, "resume_step": 8 - after}) as session:
         assert session.run() == undisturbed[8 - after :]
-
-
-def test_space_for_retained_checkpoints_is_reserved(tmp_path: Path) -> None:
-    """Each retained checkpoint adds the size of the state."""
-    sizes = []
-    for retained in (1, 2, 3):
-        with Session(tmp_path, run={"retained_checkpoints": retained}) as session:
-            (file,) = (tmp_path / "nvme0").glob("*/*.pages")
-            sizes.append(file.stat().st_blocks * 512)
-            state = session.optimizer.run.layout.state_bytes
-    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] == state
 
 
 CHANGES = {
@@ -274,7 +258,7 @@ def test_resume_with_a_different_model_or_optimizer_is_rejected(undisturbed: lis
         other = Recipe(groups=change != "groups", optimizer=OPTIMIZER_OF.get(change, "adamw"))
         with pytest.raises((CheckpointError, ConfigError), match=message):
             infinity.offload(model, make_optimizer(other, model), settings(tmp_path, Paging(), 64 * MIB, run=LATEST))
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY : 2 * EVERY])
 
 
 def test_flipped_bit_is_reported_with_page_and_offset(tmp_path: Path) -> None:
@@ -286,7 +270,7 @@ def test_flipped_bit_is_reported_with_page_and_offset(tmp_path: Path) -> None:
         ]
     versions = read_manifest(checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)[EVERY]).pages
     shutil.copytree(tmp_path / "nvme0", tmp_path / "good")
-    for page in sorted(versions)[:: max(1, len(versions) // 6)]:
+    for page in sorted(versions)[:: max(1, len(versions) // 3)]:
         shutil.rmtree(tmp_path / "nvme0")
         shutil.copytree(tmp_path / "good", tmp_path / "nvme0")
         file, extent = run_folder(tmp_path) / "rank00000.pages", versions[page].extent
@@ -334,7 +318,7 @@ def test_failed_flush_keeps_the_previous_checkpoint(undisturbed: list[float], tm
         engines[-1].on = True
         with pytest.raises(StorageError, match="ENOSPC"):
             session.save_checkpoint()
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY : 2 * EVERY])
 
 
 @pytest.mark.parametrize("name", ["write_durably", "write_manifest"])
@@ -350,7 +334,7 @@ def test_failed_checkpoint_write_keeps_the_previous_checkpoint(
             with pytest.raises(StorageError, match="No space left"):
                 session.save_checkpoint()
         shutil.copytree(tmp_path, tmp_path / "copy")
-        assert resumed(tmp_path / "copy") == (EVERY, undisturbed[EVERY:])
+        assert resumed(tmp_path / "copy") == (EVERY, undisturbed[EVERY : 2 * EVERY])
         session.run()
     assert resumed(tmp_path) == (STEPS, [])
 
@@ -370,7 +354,7 @@ def test_failed_second_checkpoint_of_a_step_keeps_the_first(
         with pytest.raises(StorageError, match="No space left"):
             session.save_checkpoint()
         monkeypatch.undo()
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY : 2 * EVERY])
 
 
 def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
@@ -379,7 +363,7 @@ def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path:
         session.save_checkpoint()
     with Session(tmp_path, run=LATEST) as session:
         assert session.optimizer.steps == 0
-    assert resumed(tmp_path) == (0, undisturbed)
+    assert resumed(tmp_path) == (0, undisturbed[:EVERY])
 
 
 def test_close_without_a_checkpoint_keeps_the_resumed_one(undisturbed: list[float], tmp_path: Path) -> None:
@@ -388,7 +372,7 @@ def test_close_without_a_checkpoint_keeps_the_resumed_one(undisturbed: list[floa
         session.run(EVERY)
     with Session(tmp_path, run=LATEST) as session:
         session.run(EVERY + 2, every=0)
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY : 2 * EVERY])
 
 
 @pytest.mark.parametrize(

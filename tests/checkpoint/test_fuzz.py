@@ -190,7 +190,7 @@ FILES = ("manifest", "state")
 
 
 @pytest.mark.parametrize("which", FILES)
-@bounded(60)
+@bounded(25)
 @given(data=st.data())
 def test_damage_is_detected(which: str, stored: Stored, data: st.DataObject) -> None:
     """An error names the file, and no value is read from it."""
@@ -266,7 +266,7 @@ def forged(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@bounded(200)
+@bounded(40)
 @given(data=st.data())
 def test_forged_manifest_raises_or_reads_saved_values(part: str, stored: Stored, data: st.DataObject) -> None:
     """The checksum of the forged body is correct."""
@@ -275,7 +275,7 @@ def test_forged_manifest_raises_or_reads_saved_values(part: str, stored: Stored,
 
 
 @pytest.mark.parametrize("part", PARTS)
-@bounded(10)
+@bounded(5)
 @given(data=st.data())
 def test_store_commands_handle_forged_manifests(part: str, stored: Stored, data: st.DataObject) -> None:
     """`infinity store` can list, verify and clean up such runs."""
@@ -297,7 +297,7 @@ TENSORS = st.one_of(
 )
 
 
-@bounded(80)
+@bounded(20)
 @given(data=st.data())
 def test_forged_state_files_are_handled(stored: Stored, data: st.DataObject) -> None:
     """Tensors are missing, or have a different shape, dtype or content, with the correct checksum."""
@@ -320,7 +320,7 @@ def resume(place: Path, losses: list[float]) -> None:
         assert session.run(NEWEST + 1, every=0) == losses
 
 
-@bounded(20)
+@bounded(10)
 @given(data=st.data())
 def test_forged_pages_raise_or_resume_saved_state(stored: Stored, data: st.DataObject) -> None:
     """With a forged page table, startup fails, or the next step has the expected loss."""

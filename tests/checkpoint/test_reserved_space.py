@@ -16,7 +16,7 @@ from infinity.units import KIB
 from support.session import Session
 from support.train import MIB, Paging, settings
 
-UNTIL = 4
+UNTIL = 2
 
 
 def attempt(folder: Path, size: int, retained: int) -> bool:
@@ -43,7 +43,7 @@ def attempt(folder: Path, size: int, retained: int) -> bool:
         subprocess.run(["umount", str(mount_point)], check=True)
 
 
-@pytest.mark.parametrize("retained", [1, 2])
+@pytest.mark.parametrize("retained", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_drive_of_any_size_is_rejected_or_sufficient(retained: int, tmp_path: Path) -> None:
     """For sizes around the minimum, block by block, no run fails after its first step."""
     (tmp_path / "sizing").mkdir()
@@ -52,7 +52,7 @@ def test_drive_of_any_size_is_rejected_or_sufficient(retained: int, tmp_path: Pa
         need = sum(file.stat().st_blocks * 512 for file in paths if file.is_file())
         assert any(file.name.endswith(".reserved.tmp") for file in paths)
         session.run(1, every=1)
-    rejected = [attempt(tmp_path, need + extra * 4 * KIB, retained) for extra in (-20, -8, -2, -1, 0, 1, 2, 8)]
+    rejected = [attempt(tmp_path, need + extra * 4 * KIB, retained) for extra in (-20, -1, 0, 8)]
     assert rejected == sorted(rejected, reverse=True), "startup failed on a larger drive but not on a smaller one"
     assert rejected[0]
     assert not rejected[-1]

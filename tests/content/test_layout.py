@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role
@@ -34,6 +34,7 @@ def element_bytes(layout: Layout, page: Page) -> float:
     return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grads[page.component]]
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
     """The pages of a role cover the elements of the segment, and no page belongs to two segments."""
@@ -61,20 +62,27 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
     assert all(layout.pages[page.index] is page for page in layout.pages)
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_pages_fit_cache_slots_and_are_aligned(layout: Layout) -> None:
-    """Sizes suit O_DIRECT, and boundaries suit vectorized kernels."""
+    """Sizes suit O_DIRECT, boundaries suit vectorized kernels, and names are unique."""
     for page in layout.pages:
         assert 0 < page.nbytes <= layout.page_bytes
         assert page.nbytes % PAGE_ALIGNMENT == 0
         assert 0 <= page.nbytes - page.count * element_bytes(layout, page) < PAGE_ALIGNMENT
         assert page.start % RANGE_ALIGNMENT == 0
         assert page.count % RANGE_ALIGNMENT == 0
+        assert layout.page_name(page.index).startswith(layout.fsdp_modules[page.fsdp_module].name)
+    assert len({layout.page_name(page.index) for page in layout.pages}) == len(layout.pages)
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_shards_of_a_segment_do_not_overlap(layout: Layout) -> None:
-    """A segment contains all padded elements of its shards, and formats are preserved."""
+    """A segment contains all padded elements of its shards, and formats are preserved.
+
+    Shards are listed by FSDP module in gather order, and trainable segments by FSDP module.
+    """
     assert [placed.spec for placed in layout.shards] == [
         spec for fsdp_module in layout.fsdp_modules for spec in fsdp_module.shards
     ]
@@ -87,8 +95,14 @@ def test_shards_of_a_segment_do_not_overlap(layout: Layout) -> None:
         assert all(a.start + a.spec.padded <= b.start for a, b in pairwise(placed))
         assert placed[-1].start + placed[-1].spec.padded <= segment.numel
     assert layout.parameters == sum(spec.numel for fsdp_module in layout.fsdp_modules for spec in fsdp_module.shards)
+    for fsdp_module in range(len(layout.fsdp_modules)):
+        expected = [index for index, shard in enumerate(layout.shards) if shard.fsdp_module == fsdp_module]
+        assert list(layout.fsdp_module_shards[fsdp_module]) == expected
+        trained = {layout.shards[index].segment for index in expected if layout.shards[index].spec.trainable}
+        assert set(layout.fsdp_module_segments[fsdp_module]) == trained
 
 
+@settings(max_examples=40)
 @given(layouts(), st.data())
 def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObject) -> None:
     """The result matches a search over all pages."""
@@ -135,25 +149,7 @@ def brute_force(pages: Sequence[Page], start: int, stop: int) -> list[tuple[Page
     return [(page, first, last) for page, first, last in cut if first < last]
 
 
-@given(layouts())
-def test_fsdp_module_tables_agree_with_the_shards(layout: Layout) -> None:
-    """Shards are listed by FSDP module in gather order, and trainable segments by FSDP module."""
-    for fsdp_module in range(len(layout.fsdp_modules)):
-        expected = [index for index, shard in enumerate(layout.shards) if shard.fsdp_module == fsdp_module]
-        assert list(layout.fsdp_module_shards[fsdp_module]) == expected
-        trained = {layout.shards[index].segment for index in expected if layout.shards[index].spec.trainable}
-        assert set(layout.fsdp_module_segments[fsdp_module]) == trained
-
-
-@given(layouts())
-def test_page_names_are_unique(layout: Layout) -> None:
-    """A page name also starts with the name of its FSDP module."""
-    names = [layout.page_name(page.index) for page in layout.pages]
-    assert len(set(names)) == len(names)
-    for name, page in zip(names, layout.pages, strict=True):
-        assert name.startswith(layout.fsdp_modules[page.fsdp_module].name)
-
-
+@settings(max_examples=40)
 @given(layouts())
 def test_fingerprint_identifies_a_layout(layout: Layout) -> None:
     """It changes with the page size, names and lengths."""

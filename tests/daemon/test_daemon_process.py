@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from infinity.io.block_devices import locate
-from support.daemon_process import ENVIRONMENT, client, daemon, get, start_second, talk, until
+from support.counted_rank import CountedRank
+from support.daemon_process import ENVIRONMENT, client, daemon, forked, get, rejected, state, talk, until
 
 
 @pytest.fixture(scope="module")
@@ -23,53 +24,31 @@ def shared_daemon(tmp_path_factory):
         yield process, folder
 
 
-RANK = """
-import json, sys, time
-from infinity.io.block_devices import locate
-from infinity.telemetry import Stats
-rank, info = int(sys.argv[2]), {"version": "1", "paths": json.dumps([sys.argv[1]])}
-stats = Stats.create(
-    sys.argv[1], run_id="e2e", rank=rank, local_rank=rank, world_size=2, devices=["nvme0"], info=info
-)
-stats.counter("steps_total").add(5 + rank)
-print("ready", flush=True)
-time.sleep(3600)
-"""
-
-
 def test_two_ranks_end_to_end_with_one_killed(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), str(rank)], env=ENVIRONMENT, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.stdout.readline() for rank in ranks] == [b"ready\n"] * 2
-        with daemon(tmp_path) as process:
-            text = get(process.port, "/metrics")
-            assert 'infinity_steps_total{rank="0",run="e2e"} 5.0' in text
-            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text
-            assert 'infinity_daemon_ranks{status="live"} 2.0' in text
-            assert re.search(r"infinity_device_capacity_bytes{device=.*} [1-9]", text)
-            ranks[1].kill()
-            ranks[1].wait()
-            text = get(process.port, "/metrics")
-            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text  # a killed rank keeps its counters
-            assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
-            health = json.loads(get(process.port, "/healthz"))
-            assert health["status"] == "ok"
-            assert health["collectors"] == {"build": True, "devices": True, "ranks": True, "stale": True}
-            (status,) = talk(tmp_path, {"op": "status"})
-            assert [rank["status"] for rank in status["ranks"]] == ["live", "dead"]
-            assert status["metrics_port"] == process.port
-            assert status["paths"][0]["path"] == str(tmp_path)
-        assert not (tmp_path / "infinityd.sock").exists()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stdout.close()
+    live = CountedRank(tmp_path, "e2e", 0, 2, paths=[tmp_path])
+    live.stats.counter("steps_total").add(5)
+
+    def train():
+        CountedRank(tmp_path, "e2e", 1, 2, paths=[tmp_path]).stats.counter("steps_total").add(6)
+
+    with forked(train) as kill, daemon(tmp_path) as process:
+        until(lambda: 'infinity_steps_total{rank="1",run="e2e"} 6.0' in get(process.port, "/metrics"))
+        text = get(process.port, "/metrics")
+        assert 'infinity_steps_total{rank="0",run="e2e"} 5.0' in text
+        assert 'infinity_daemon_ranks{status="live"} 2.0' in text
+        until(lambda: re.search(r"infinity_device_capacity_bytes{device=.*} [1-9]", get(process.port, "/metrics")))
+        kill()
+        text = get(process.port, "/metrics")
+        assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text  # a killed rank keeps its counters
+        assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
+        health = json.loads(get(process.port, "/healthz"))
+        assert health["status"] == "ok"
+        assert health["collectors"] == {"build": True, "devices": True, "ranks": True, "stale": True}
+        until(lambda: state(tmp_path)["runs"][0]["status"] == "dead")
+        node = state(tmp_path)
+        assert [rank["status"] for rank in node["runs"][0]["ranks"]] == ["live", "dead"]
+        assert node["node"]["metrics_port"] == process.port
+        assert node["drives"][0]["paths"] == [str(tmp_path)]
 
 
 def test_bandwidth_is_null_until_measured(shared_daemon):
@@ -82,15 +61,13 @@ def test_bandwidth_is_null_until_measured(shared_daemon):
         ask,
     )
     drive = locate(str(folder)).drive.name
-    unrated = {"device": drive, "rated_bytes": None, "left_bytes": None, "daily_share": 0.001}
+    unrated = {"device": drive, "rated_bytes": None, "left_bytes": None}
     assert before == {
         "ok": True, "bandwidth": {str(folder): None}, "together": None, "wear": {str(folder): unrated},
     }  # fmt: skip
     assert done["ok"]
     assert after["bandwidth"][str(folder)]["read"] == 3e9
     assert (folder / "bandwidth.json").exists()
-    (status,) = talk(folder, {"op": "status"})
-    assert status["ok"]
 
 
 def test_space_is_reserved_rejected_and_released(shared_daemon):
@@ -99,14 +76,14 @@ def test_space_is_reserved_rejected_and_released(shared_daemon):
     half = {"op": "reserve", "path": str(folder), "bytes": free // 2, "run_id": "r"}
     more = {**half, "bytes": free * 2 // 3, "run_id": "other"}
     release = {"op": "release", "path": str(folder), "run_id": "r"}
-    first, rejected, status, released, again, last = talk(
-        folder, half, more, {"op": "status"}, release, more, {**release, "run_id": "other"}
+    first, refused, node, released, again, last = talk(
+        folder, half, more, {"op": "state"}, release, more, {**release, "run_id": "other"}
     )
     assert first["ok"]
     assert first["remaining_bytes"] > 0
-    assert "storage.paths" in rejected["error"]
-    assert rejected["no_room"] is True
-    assert [entry["bytes"] for entry in status["reservations"]] == [free // 2]
+    assert "storage.paths" in refused["error"]
+    assert refused["no_room"] is True
+    assert [entry["bytes"] for entry in node["reservations"]] == [free // 2]
     assert released == {"ok": True, "released_bytes": free // 2}
     assert again["ok"]
     assert last["released_bytes"] == free * 2 // 3
@@ -114,21 +91,12 @@ def test_space_is_reserved_rejected_and_released(shared_daemon):
 
 def test_a_reservation_ends_with_its_process(shared_daemon):
     process, folder = shared_daemon
-    code = (
-        "import json, socket, sys\n"
-        "peer = socket.socket(socket.AF_UNIX); peer.connect(sys.argv[1] + '/infinityd.sock')\n"
-        "ask = {'op': 'reserve', 'path': sys.argv[1], 'bytes': 4096, 'run_id': 'short'}\n"
-        "peer.sendall(json.dumps(ask).encode() + b'\\n'); assert b'ok' in peer.recv(999); peer.close()\n"
-        "print('ready', flush=True); sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", code, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        assert rank.stdout.readline() == b"ready\n"
-        (status,) = talk(folder, {"op": "status"})
-        assert [entry["run_id"] for entry in status["reservations"]] == ["short"]  # it outlives the connection
+    reserve = {"op": "reserve", "path": str(folder), "bytes": 4096, "run_id": "short"}
+    with forked(lambda: talk(folder, reserve)):
+        until(lambda: state(folder)["reservations"])
+        assert [entry["run_id"] for entry in state(folder)["reservations"]] == ["short"]  # it outlives the connection
         assert re.search(r"infinity_device_reserved_bytes{device=.*} 4096\.0", get(process.port, "/metrics"))
-        rank.kill()
-    until(lambda: talk(folder, {"op": "status"})[0]["reservations"] == [])
+    until(lambda: state(folder)["reservations"] == [])
 
 
 def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_daemon):
@@ -138,8 +106,8 @@ def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_da
         (b"[1]\n", "must be an object"),
         (b"[" * 60000 + b"\n", "not JSON"),
         ({"op": "reserv"}, "did you mean reserve?"),
-        ({"op": ["x"]}, "op = ['x'] is not one of 'status'"),
-        ({"op": "status", "paths": []}, "unknown key 'paths'"),
+        ({"op": ["x"]}, "op = ['x'] is not one of 'state'"),
+        ({"op": "state", "paths": []}, "unknown key 'paths'"),
         ({"op": "bandwidth"}, "lacks the key 'paths'"),
         ({"op": "bandwidth", "paths": []}, "list of 1 to 64"),
         ({"op": "bandwidth", "paths": ["/no/such/folder"]}, "No such file"),
@@ -153,9 +121,9 @@ def test_invalid_messages_are_answered_on_an_open_connection(subtests, shared_da
     ]:
         with subtests.test(error):
             _, folder = shared_daemon
-            answer, status = talk(folder, message, {"op": "status"})
+            answer, node = talk(folder, message, {"op": "state"})
             assert error in answer["error"]
-            assert status["ok"]
+            assert node["ok"]
 
 
 def test_oversized_and_partial_messages_are_rejected(shared_daemon):
@@ -166,7 +134,6 @@ def test_oversized_and_partial_messages_are_rejected(shared_daemon):
                 peer.sendall(message)
                 peer.shutdown(socket.SHUT_WR)
             assert error in peer.recv(4096)
-    assert talk(folder, {"op": "status"})[0]["ok"]
 
 
 def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
@@ -175,7 +142,7 @@ def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
         peers = [stack.enter_context(client(folder)) for _ in range(80)]
         for peer in peers[-10:]:
             assert b"too many clients" in peer.recv(4096)
-    until(lambda: talk(folder, {"op": "status"})[0].get("ok"))
+    until(lambda: state(folder).get("ok"))
 
 
 def test_a_second_daemon_reports_what_is_in_use(shared_daemon, tmp_path):
@@ -185,10 +152,8 @@ def test_a_second_daemon_reports_what_is_in_use(shared_daemon, tmp_path):
         (folder, 0, f"another infinityd (pid {process.pid})"),
         (tmp_path, process.port, f"port {process.port}"),
     ):
-        second = start_second(runtime, "--port", str(port))
-        assert (second.returncode, message in second.stderr) == (2, True), second.stderr
-        assert "Traceback" not in second.stderr
-    assert talk(folder, {"op": "status"})[0]["ok"]
+        assert message in rejected(runtime, "--port", str(port))
+    assert state(folder)["ok"]
     assert not (tmp_path / "infinityd.sock").exists()
 
 
@@ -196,12 +161,10 @@ def test_a_socket_of_another_process_is_not_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "infinityd.sock"))
         other.listen()
-        second = start_second(tmp_path, "--port", "0")
-        assert second.returncode == 2
-        assert f"another process (pid {os.getpid()})" in second.stderr
+        assert f"another process (pid {os.getpid()})" in rejected(tmp_path, "--port", "0")
         assert (tmp_path / "infinityd.sock").exists()
     (tmp_path / "file").write_text("precious")
-    assert "not a socket" in start_second(tmp_path, "--port", "0", "--socket", str(tmp_path / "file")).stderr
+    assert "not a socket" in rejected(tmp_path, "--port", "0", "--socket", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -209,13 +172,18 @@ def test_a_stale_socket_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(tmp_path / "infinityd.sock"))
     with daemon(tmp_path):
-        assert talk(tmp_path, {"op": "status"})[0]["ok"]
+        assert state(tmp_path)["ok"]
 
 
 def test_sigint_with_a_connected_client_exits_cleanly(tmp_path):
-    with daemon(tmp_path) as process, client(tmp_path) as peer:
-        peer.sendall(b'{"op": ')
-        process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 0
-        assert "Traceback" not in process.log.read_text()
-        assert not (tmp_path / "infinityd.sock").exists()
+    """The daemon is started from the command line."""
+    command = [sys.executable, "-m", "infinity_daemon", "--runtime-dir", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        while " started " not in process.stderr.readline():
+            assert process.poll() is None
+        with client(tmp_path) as peer:
+            peer.sendall(b'{"op": ')
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=300)
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
+    assert not (tmp_path / "infinityd.sock").exists()

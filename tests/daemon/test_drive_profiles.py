@@ -77,16 +77,17 @@ def test_joint_rates_need_a_measurement_of_the_same_drives(tmp_path: Path) -> No
     assert [profile and profile.read for profile in map(profiles.of, map(drive, "abc"))] == [4.0, 3.0, None]
 
 
-def test_the_history_size_is_limited(tmp_path: Path) -> None:
+def test_the_history_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest measurements are kept."""
+    monkeypatch.setattr("infinity_daemon.drive_bandwidth._MAX_FILE", 1 << 16)
     profiles = Profiles(tmp_path)
-    for number in range(150):
-        rates = {f"{'x' * 3000}{index}": Rates(read=1.0) for index in range(3)}
+    for number in range(50):
+        rates = {f"{'x' * 600}{index}": Rates(read=1.0) for index in range(3)}
         profiles.record(Measured(rates={f"drive{number}": Rates(read=1.0), **rates}, source="run", measured=1 + number))
-    assert (tmp_path / FILE_NAME).stat().st_size <= 1 << 20
+    assert (tmp_path / FILE_NAME).stat().st_size <= 1 << 16
     again = Profiles(tmp_path)
     again.load()
-    assert again.of(drive("drive149")) is not None
+    assert again.of(drive("drive49")) is not None
     assert again.of(drive("drive0")) is None
     for number in range(3 * RECENT):
         profiles.record(measurement(1.0, 1000 + number))

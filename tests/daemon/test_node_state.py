@@ -24,6 +24,7 @@ from infinity_daemon.drive_bandwidth import Profile
 from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.node_state import NodeState
 from infinity_daemon.reservations import Owner, Reservations
+from infinity_daemon.stale import StaleRuns
 from infinity_daemon.stats_files import Found
 from support.counted_rank import CountedRank
 
@@ -271,6 +272,7 @@ def make_state(reservations: Reservations | None = None) -> NodeState:
     return NodeState(
         drives=drives,
         reservations=reservations or Reservations(),
+        stale=StaleRuns(),
         drive_of=lambda path: None,
         about=lambda: about,
     )
@@ -338,10 +340,12 @@ def test_each_state_is_serialized_once_for_all_readers(monkeypatch):
     assert len(written) == 2
 
 
-def test_the_socket_returns_the_state_without_histories():
-    """The result is empty before the first observation, and otherwise equals the web page's state without histories."""
+def test_the_socket_returns_the_state_without_histories(monkeypatch):
+    """The result lists no runs before the first observation, and otherwise equals the web page's state."""
     state, rank = make_state(), CountedRank(None)
-    assert state.now() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity_daemon.node_state._BEAT_SECONDS", 0.01)
+        assert state.now() == {"runs": [], "reservations": []}
     for now in range(3):
         rank.step(loss=math.nan, when=UNIX + now)
         state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, float(now))

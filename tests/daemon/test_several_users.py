@@ -21,7 +21,7 @@ import pytest
 
 from infinity import config
 from infinity.config import TelemetryConfig, runtime_dir
-from infinity.daemon_client import SOCKET_NAME, NodeDaemon
+from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError, FolderBusyError
 from infinity.io.block_devices import locate
 from infinity.telemetry import Stats
@@ -29,7 +29,7 @@ from infinity_daemon import reservations, server
 from infinity_daemon.daemon_config import load_daemon_config
 from infinity_daemon.stats_files import StatsFiles
 from infinity_daemon.users import ALL, Users, may_name, opened
-from support.daemon_process import client, daemon, get, start_second, talk, until
+from support.daemon_process import client, daemon, get, rejected, state, talk, until
 
 ALICE, BOB, GROUP = 65_001, 65_002, 65_003
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="requires root to act as several users")
@@ -95,31 +95,28 @@ def ask(op: str, **values: object) -> dict[str, Any]:
 def test_status_shows_the_runs_and_reservations_of_all_users(node: Path) -> None:
     """Each user's ranks find root's daemon and get a private folder, and every user sees all runs."""
     with daemon(node / "run", "--group", ALL) as process:
-        for name, uid in (("alice", ALICE), ("bob", BOB)):
+        users = (("alice", ALICE), ("bob", BOB))
+        for name, uid in users:
             path = as_user(uid, lambda name=name: start_rank(f"run-of-{name}", node / name, name=f"model of {name}"))
             assert path == str(node / f"run/{uid}/run-of-{name}.rank0.stats")
             about = (node / f"run/{uid}").stat()
             assert (about.st_uid, stat.S_IMODE(about.st_mode)) == (uid, 0o700)
         for uid in (ALICE, BOB, 0):
-            status = as_user(uid, lambda: NodeDaemon(runtime_dir(TelemetryConfig())).ask("status"))
-            assert [(rank["run_id"], rank["name"], rank["user"], rank["steps"]) for rank in status["ranks"]] == [
-                ("run-of-alice", "model of alice", str(ALICE), 7), ("run-of-bob", "model of bob", str(BOB), 7)
-            ]  # fmt: skip
-            assert {path["path"] for path in status["paths"]} == {str(node / "alice"), str(node / "bob")}
 
-            def users() -> list[str]:
-                state = NodeDaemon(runtime_dir(TelemetryConfig())).ask("state")
-                return sorted({run["user"] for run in state.get("runs", ())})
+            def runs() -> list[list[object]]:
+                found = ask("state")["runs"]
+                return sorted([run["id"], run["name"], run["user"], run["steps"]] for run in found)
 
-            until(lambda users=users, uid=uid: as_user(uid, users) == [str(ALICE), str(BOB)])
+            expected = [[f"run-of-{name}", f"model of {name}", str(uid), 7] for name, uid in users]
+            until(lambda uid=uid, runs=runs, expected=expected: as_user(uid, runs) == expected)
         assert f'user="{BOB}"' in get(process.port, "/metrics")
 
         def reserve() -> list[object]:
             answer = ask("reserve", path=str(node / "bob"), bytes=4096, run_id="run-of-bob")
-            return [answer.get("ok"), ask("status")["reservations"][0]["user"]]
+            return [answer.get("ok"), ask("state")["reservations"][0]["user"]]
 
         assert as_user(BOB, reserve) == [True, str(BOB)]
-        until(lambda: not talk(node / "run", {"op": "status"})[0]["reservations"])  # its process has ended
+        until(lambda: not state(node / "run")["reservations"])  # its process has ended
 
 
 def test_a_user_can_only_change_own_reservations_and_reads_nothing_of_others(node: Path) -> None:
@@ -134,7 +131,8 @@ def test_a_user_can_only_change_own_reservations_and_reads_nothing_of_others(nod
             found.append(ask("bandwidth", paths=[path])["error"].replace(name, ""))
             found.append(ask("reserve", path=path, bytes=1, run_id="r")["error"].replace(name, ""))
         start_rank("spy", node / "bob/secret", node / "bob/missing")
-        return [found, [path["path"] for path in ask("status")["paths"]]]
+        until(lambda: [run["id"] for run in ask("state")["runs"]] == ["spy"])
+        return [found, [path for drive in ask("state")["drives"] for path in drive["paths"]]]
 
     with daemon(node / "run", "--group", ALL), client(node / "run") as peer, peer.makefile("rb") as answers:
         request = {"path": str(node / "alice"), "run_id": "mine"}
@@ -149,7 +147,7 @@ def test_a_user_can_only_change_own_reservations_and_reads_nothing_of_others(nod
         answer = as_user(ALICE, lambda: ask("record_bandwidth", rates=rates, source="probe"))
         assert answer["error"].startswith("only root may record bandwidth")
         assert talk(node / "run", {"op": "record_bandwidth", "rates": rates, "source": "probe"})[0]["ok"]
-        (left,) = talk(node / "run", {"op": "status"})[0]["reservations"]
+        (left,) = state(node / "run")["reservations"]
         assert (left["pid"], left["user"]) == (os.getpid(), "root")
         found, paths = as_user(ALICE, probe)
     assert len(set(found)) == 1, found
@@ -248,16 +246,15 @@ def test_planted_links_make_root_neither_read_nor_remove_files(node: Path) -> No
         folder = Path(as_user(ALICE, lambda: str(runtime_dir(TelemetryConfig()))))
         as_user(ALICE, lambda: plant(folder, victim))
         shutil.copy(victim, folder / victim.name)  # a file of root in alice's folder
-        until(lambda: talk(node / "run", {"op": "status"})[0]["broken_stats_files"] == 6)
+        until(lambda: state(node / "run")["node"]["broken_stats_files"] == 6)
         foreign = folder / ".x9.rank0.stats.1"  # a temporary file of root in alice's folder
         foreign.write_bytes(b"")
         os.utime(foreign, (0, 0))
         until(lambda: not (folder / ".x8.rank0.stats.1").exists())
-        status = talk(node / "run", {"op": "status"})[0]
-        assert status["ranks"] == []
+        assert state(node / "run")["runs"] == []
         assert foreign.exists()
         assert "victim" not in get(process.port, "/metrics")
-        assert as_user(BOB, lambda: bool(ask("status")["ok"]))
+        assert as_user(BOB, lambda: bool(ask("state")["ok"]))
         assert "Traceback" not in process.log.read_text()
     assert victim.read_bytes() == content
     assert sorted(path.name for path in victim.parent.iterdir()) == [victim.name]
@@ -267,7 +264,7 @@ def test_users_cannot_take_the_place_of_another_folder_or_of_the_socket(node: Pa
     """The runtime folder is writable only by root, and a folder with a wrong owner or a link is not read."""
 
     def attack() -> list[str]:
-        ask("status")
+        ask("state")
         failed = []
         for act in (
             lambda: os.mkdir(node / f"run/{BOB}"),
@@ -350,7 +347,7 @@ def test_connections_of_one_user_do_not_keep_out_another_user(node: Path) -> Non
         found = pool.submit(as_user, ALICE, occupy)
         try:
             assert select.select([waiting], [], [], 300)[0]
-            assert as_user(BOB, lambda: ask("status")["ok"])
+            assert as_user(BOB, lambda: ask("state")["ok"])
         finally:
             os.write(releasing, b"x")
         assert found.result(300)
@@ -400,7 +397,7 @@ def test_a_daemon_for_several_users_needs_root_and_a_private_runtime_folder(node
 
     assert "requires that infinityd runs as root" in as_user(ALICE, start)
     (node / "run").chmod(0o1777)
-    assert "must be writable only by root" in start_second(node / "run", "--port", "0", "--group", ALL).stderr
+    assert "must be writable only by root" in rejected(node / "run", "--port", "0", "--group", ALL)
     assert load_daemon_config(None, {"server.group": ALL}).runtime_dir == Path("/run/infinity")
     with pytest.raises(ConfigError, match="users would not find the socket"):
         load_daemon_config(None, {"server.group": ALL, "server.socket": "/run/other.sock"})
@@ -422,7 +419,7 @@ def test_the_own_daemon_of_a_user_does_not_replace_the_daemon_of_root(node: Path
     assert as_user(ALICE, start) == ""  # root's daemon has stopped
     assert not socket_path.is_symlink()
     with daemon(node / "run", "--group", ALL):
-        assert as_user(ALICE, lambda: bool(ask("status")["ok"]))  # root's daemon is back
+        assert as_user(ALICE, lambda: bool(ask("state")["ok"]))  # root's daemon is back
 
 
 def test_users_without_a_daemon_for_several_users_keep_their_folder(node: Path) -> None:

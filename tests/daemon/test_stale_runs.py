@@ -17,7 +17,7 @@ from infinity.store.marker import new_run_id
 from infinity_daemon import stale
 from infinity_daemon.daemon_config import StaleConfig
 from infinity_daemon.stale import StaleRuns
-from support.daemon_process import daemon, get, talk, until
+from support.daemon_process import daemon, get, state, until
 
 MIB = 1 << 20
 DAY = 86_400
@@ -262,16 +262,16 @@ def test_a_missing_folder_does_not_hide_others(tmp_path: Path) -> None:
 
 
 def test_the_daemon_reports_stale_runs(tmp_path: Path) -> None:
-    """They appear in the metrics and in the socket's status."""
+    """They appear in the metrics and in the state of the node."""
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
     runtime.mkdir(mode=0o700)
     run = make_run(nvme, checkpointed=True)
     with daemon(runtime, "--device-path", str(nvme)) as process:
-        until(lambda: talk(runtime, {"op": "status"})[0]["stale_runs"])
-        (reported,) = talk(runtime, {"op": "status"})[0]["stale_runs"]
+        until(lambda: state(runtime)["stale_runs"])
+        (reported,) = state(runtime)["stale_runs"]
         text, drive = get(process.port, "/metrics"), locate(str(nvme)).drive.name
         assert f'infinity_device_stale_runs{{device="{drive}"}} 1.0' in text
         assert f'infinity_device_stale_bytes{{device="{drive}"}} {reported["bytes"] / 1e6}e+06' in text
-    assert (reported["run_id"], reported["folders"]) == (run.run_id, [str(run.roots[0])])
+    assert (reported["id"], reported["folders"]) == (run.run_id, [str(run.roots[0])])
     assert (reported["checkpointed"], reported["complete"]) == (True, True)
     assert reported["bytes"] >= MIB

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from infinity.io.block_devices import Drive, locate
 from infinity_daemon.collection import Collection
 from infinity_daemon.collectors import DeviceFamilies
+from infinity_daemon.configured_drives import Drives
 from infinity_daemon.drive_wear import DAY, Health, WearWatch, health_of
 from infinity_daemon.stats_files import StatsFiles
 
@@ -157,16 +158,18 @@ def test_wear_is_exported_as_metrics(tmp_path, fake_programs, monkeypatch):
     now = 0.0
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
-    stats_files = StatsFiles(tmp_path, 60, 60)
-    devices = DeviceFamilies(stats_files=stats_files, reserved=dict, bandwidth=lambda drive: None, wear=watch)
-    devices.paths = (str(tmp_path),)
+    drives = Drives(bandwidth=lambda drive: None, wear=watch)
+    drives.paths = (str(tmp_path),)
+    devices = DeviceFamilies(stats_files=StatsFiles(tmp_path, 60, 60), drives=drives, reserved=dict)
     registry = CollectorRegistry()
     registry.register(Collection({"devices": devices.collect}))
     for moment, written in ((0.0, 0), (60.0, GIB)):
         now = moment
         sysfs_with(tmp_path / "sys", written, drive)
-        text = generate_latest(registry).decode()
+        drives.look()
         watch._asking.join(300)
+    drives.look()
+    text = generate_latest(registry).decode()
     assert f'infinity_device_wear_ratio{{device="{drive.name}"}} 0.25' in text
     days = 450 * 10**12 / (GIB / 60) / DAY
     found = next(line for line in text.splitlines() if line.startswith("infinity_device_endurance_days{"))

@@ -5,20 +5,14 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from infinity.telemetry import find_stats_files, read_stats_file
 from support.browser import PROGRAM, Tab, browser
-from support.command import SMALL
 from support.counted_rank import CountedRank
-from support.daemon_process import ENVIRONMENT, daemon, talk
+from support.daemon_process import daemon, talk
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 
@@ -80,41 +74,6 @@ def figure(name: str, run: int = 0) -> str:
     """Return a JavaScript expression for a labeled figure of a run."""
     return f"""([...document.querySelectorAll("#runs > article")[{run}].querySelectorAll(".figures dt")]
         .find((name) => name.innerText === {name!r} && name.checkVisibility())?.nextElementSibling.innerText)"""
-
-
-def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Start training the smallest model, with its stats files in `folder`."""
-    (folder / "run.toml").write_text(f'[telemetry]\nruntime_dir = "{folder}"\n')
-    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--config", str(folder / "run.toml"), *options]
-    path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parents[2] / "tools")])
-    with (folder / "train.log").open("wb") as log:
-        return subprocess.Popen(command, env={**ENVIRONMENT, "PYTHONPATH": path}, stdout=log, stderr=log)
-
-
-@pytest.mark.slow
-def test_the_page_follows_a_training_run(tab, tmp_path):
-    """The page shows the steps, loss and tokens of a real run without a reload, and they match its stats file."""
-    options = ["--max_steps", "1000000", "--save_steps", "20", "--save_total_limit", "1"]
-    run = train(tmp_path, *options, "--out", str(tmp_path / "out"))
-    try:
-        with daemon(tmp_path) as process:
-            open_page(tab, process.port)
-            tab.until(f"document.querySelector('#runs > article') && {figure('Loss')}")
-            first = tab.value(f"[{figure('Steps')}, {figure('Loss')}]")
-            tab.until(f"{figure('Steps')} !== {first[0]!r} && {figure('Loss')} !== {first[1]!r}")
-            tab.until("document.querySelectorAll('.chart .curve')[0]?.getAttribute('d').split('L').length > 5")
-            tab.until(f"{figure('Tokens per second')} && {figure('Last checkpoint')} !== 'none yet'")
-            run.send_signal(signal.SIGTERM)
-            run.wait(300)
-            tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
-            (stats_path,) = find_stats_files(tmp_path)
-            counted = read_stats_file(stats_path)
-            tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',') + ' of 1,000,000'!r}")
-            assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
-            assert tab.value("window.marker") == "not reloaded"
-    finally:
-        run.kill()
-        run.wait()
 
 
 def test_the_page_shows_runs_ranks_drives_and_reservations(tab, tmp_path):
@@ -317,7 +276,7 @@ def test_the_page_exposes_accessible_names_and_roles(tab, tmp_path):
         tab.value("""new Promise((done) => { window.changes = 0;
             new MutationObserver((all) => { window.changes += all.length; })
               .observe(document.querySelector('#status'), { childList: true, characterData: true, subtree: true });
-            setTimeout(done, 3000); })""")
+            setTimeout(done, 500); })""")
         assert tab.value("window.changes") == 0  # several updates arrived without an announcement
 
 
@@ -330,7 +289,7 @@ def test_updates_can_be_paused(tab, tmp_path):
         assert tab.text("#status") == "paused"
         assert tab.value("document.querySelector('#pause').ariaPressed") == "true"
         rank.step()
-        assert tab.value(f"new Promise((done) => setTimeout(() => done({figure('Steps')}), 2500))") == "1"
+        assert tab.value(f"new Promise((done) => setTimeout(() => done({figure('Steps')}), 500))") == "1"
         tab.value("document.querySelector('#pause').click()")
         tab.until(f"{figure('Steps')} === '2'")
         assert tab.text("#status") == "live"

@@ -6,7 +6,6 @@ Results are bitwise equal to training in memory, and all accesses are ordered.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,32 +13,20 @@ from support.device.cases import compare_on_device
 from support.device.simulation import KINDS
 from support.device.tables import ACTIVATION_RECIPES, ACTIVATIONS
 from support.ranks import RankPool
-from support.tables import one_of, variants
+from support.tables import alternate, one_of, with_kinds
 from support.train import Paging, Recipe, compare
 
 
-def rows(every: int) -> list[Any]:
-    """Return (recipe, paging, kind) for all recipes and pagings; the kinds of simulation alternate."""
-    kinds = list(KINDS)
-    listed = [
-        pytest.param(*row.values, kinds[(number + number // 4) % 4], id=row.id, marks=row.marks)
-        for number, row in enumerate(variants(ACTIVATION_RECIPES, ACTIVATIONS))
-    ]
-    return one_of(every, listed)
-
-
-@pytest.mark.parametrize(("recipe", "paging", "kind"), rows(2))
+@pytest.mark.parametrize(("recipe", "paging", "kind"), one_of(3, with_kinds(ACTIVATION_RECIPES, ACTIVATIONS, KINDS)))
 def test_paged_activations_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
     assert compare_on_device(kind, recipe, paging, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("kind", ["", "late-updates"])
 @pytest.mark.parametrize(
-    "recipe",
-    one_of(3, [ACTIVATION_RECIPES["checkpointing"], ACTIVATION_RECIPES["slices"], ACTIVATION_RECIPES["repeated"]]),
+    ("name", "kind"), one_of(3, alternate(("checkpointing", "slices", "repeated"), ("late-updates", "")))
 )
-def test_paged_activations_on_two_ranks(recipe: Recipe, kind: str, tmp_path: Path, pair: RankPool) -> None:
-    paging = ACTIVATIONS["nvme-least"]
+def test_paged_activations_on_two_ranks(name: str, kind: str, tmp_path: Path, pair: RankPool) -> None:
+    recipe, paging = ACTIVATION_RECIPES[name], ACTIVATIONS["nvme-least"]
     found = pair.run(compare_on_device, kind, recipe, paging, str(tmp_path)) if kind else pair.run(
         compare, recipe, paging, str(tmp_path)
     )  # fmt: skip

@@ -14,7 +14,7 @@ import infinity
 from infinity.content.layout import Page
 from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
 from infinity.schedule.pager import Pager
-from support import models
+from support import models, train
 from support.device.cases import problems_of
 from support.device.simulation import simulation
 from support.tables import one_of, variants
@@ -50,10 +50,6 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
     return loss.item()
 
 
-def plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    return [step(model, optimizer, number) for number in range(STEPS)]
-
-
 def with_edits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Edit weights and optimizer state of the layers and the root in place between steps."""
     losses = []
@@ -70,15 +66,6 @@ def with_edits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list
                 if number == 4:
                     losses.append(optimizer.state[param]["exp_avg"].norm().item())
     return losses
-
-
-def with_reload(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Save the weights, train, and load the saved weights."""
-    losses = [step(model, optimizer, number) for number in range(3)]
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    losses += [step(model, optimizer, number) for number in range(3, 5)]
-    model.load_state_dict(saved)
-    return [*losses, step(model, optimizer, 5)]
 
 
 def with_dropped_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -99,7 +86,6 @@ def with_dropped_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimi
 
 LOOPS: dict[str, tuple[Loop, str]] = {
     "edited": (with_edits, ""),
-    "loaded": (with_reload, ""),
     "dropped gradients": (with_dropped_gradients, "after_backward"),
 }
 """Loop by name, with the update schedule that it requires."""
@@ -210,10 +196,10 @@ def test_out_of_memory_disables_gpu_resident_pages(
         return build(resident, pages)
 
     monkeypatch.setattr(GpuResidentPages, "build", build_some)
-    recipe = Recipe(model="toy", steps=STEPS)
-    expected = in_memory(plain, recipe)
+    recipe = Recipe(model="toy")
+    expected = train.in_memory(recipe)
     with simulation("order-updates"):
-        found = outcome(plain, recipe, Paging(host_cache="least", device=64 << 20), tmp_path)
+        found = train.paged(recipe, Paging(host_cache="least", device=64 << 20), tmp_path)
     assert len(built) == 3
     assert found.gpu_resident == 0
     assert "reduce memory.device_bytes" in caplog.text

@@ -97,6 +97,7 @@ CASES = {
     "trained in bf16": Case(policy="pure_bf16", make=self_counting),
     "full rows": Case(make=row_wise),
 }
+ON_ONE_RANK = {"split", "full rows"}
 
 
 def train_and_checkpoint(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -196,7 +197,7 @@ def named_group(reader: CheckpointReader, group: dict[str, Any]) -> dict[str, An
 
 def test_document_reader_reads_a_checkpoint_of_one_rank(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """All parameters, masters, states, scalars, groups and buffers are bitwise equal."""
-    for name in ("fp32", "split", "full rows"):
+    for name in ON_ONE_RANK:
         with subtests.test(name):
             (tmp_path / name).mkdir()
             assert differences_between_readers(CASES[name], str(tmp_path / name)) == []
@@ -208,10 +209,10 @@ def test_document_reader_reads_a_checkpoint_of_two_ranks(
     """The cases contain all state formats."""
     assert {case.format for case in CASES.values()} == set(STATE_FORMATS)
     assert {case.policy for case in CASES.values()} == {"bf16", "fp32", "pure_bf16"}
-    for name, case in CASES.items():
+    for name in sorted(CASES.keys() - ON_ONE_RANK):
         with subtests.test(name):
             (tmp_path / name).mkdir()
-            assert pair.run(differences_between_readers, case, str(tmp_path / name)) == [[], []]
+            assert pair.run(differences_between_readers, CASES[name], str(tmp_path / name)) == [[], []]
 
 
 def page_locations_match(manifest: Manifest) -> bool:

@@ -24,6 +24,7 @@ def block(name: str) -> str:
     return text.split("\n```\n")[0].removeprefix("```\n") if text.startswith("```") else text.strip().split("\n\n")[0]
 
 
+@pytest.mark.wide
 def test_the_sample_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """The terminal has 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import infinity.config as run_config
 import infinity_daemon.daemon_config as daemon_config
-from infinity_tools.migrate import reference_page as migration
-from support import cli_page, doctor_page
+from support import cli_page, doctor_page, reference_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_generated_pages_are_current(subtests: pytest.Subtests) -> None:
     for page, generate in {
-        "reference/settings.md": run_config.settings_markdown,
-        "reference/daemon-settings.md": daemon_config.settings_markdown,
+        "reference/settings.md": partial(reference_pages.page, "settings"),
+        "reference/daemon-settings.md": partial(reference_pages.page, "daemon-settings"),
+        "reference/metrics.md": partial(reference_pages.page, "metrics"),
         "reference/doctor.md": doctor_page.page,
         "reference/cli.md": cli_page.page,
-        "how-to/migrate.md": migration.markdown,
     }.items():
         with subtests.test(page):
             assert (DOCS / page).read_text() == generate()

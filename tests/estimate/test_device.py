@@ -26,12 +26,14 @@ from infinity.schedule.planner import Plan, Simulation
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.timing import BACKWARD, OtherResources
 from infinity.units import GIB
+from support.tables import WIDE, all_but
 
 MODELS = {
     "8B": decoder(parameters=8.03e9, layers=32, hidden=4096, vocabulary=128256),
     "70B": decoder(parameters=70.6e9, layers=80, hidden=8192, vocabulary=128256),
 }
 """Shapes of Llama 3."""
+SIZES = all_but(MODELS, "70B")
 HOST_CACHES = {"8B": 64 * GIB, "70B": 512 * GIB}
 """Enough for about half of the state."""
 TOKENS = 32768
@@ -90,7 +92,7 @@ def root_update(found: Estimate) -> float:
 
 @pytest.mark.parametrize(("name", "of_layer", "weights", "gradients", "computation"), [
     ("8B", 7.9e-3, 0.55, 0.6, 5.2),
-    ("70B", 31e-3, 5.1, 5.1, 46),
+    pytest.param("70B", 31e-3, 5.1, 5.1, 46, marks=WIDE),
 ])  # fmt: skip
 def test_busy_times_match_manual_calculation(
     name: str, of_layer: float, weights: float, gradients: float, computation: float
@@ -106,17 +108,18 @@ def test_busy_times_match_manual_calculation(
     assert computation < found.seconds.computation.busy < 1.15 * computation
 
 
-def test_weights_are_kept_in_free_device_memory() -> None:
+@pytest.mark.parametrize("name", SIZES)
+def test_weights_are_kept_in_free_device_memory(name: str) -> None:
     """All layers of 8B except the first, and some layers of 70B, are copied and read only once per step."""
-    for name in MODELS:
-        found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
-        assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
-        stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in found.resolved_schedule.kept)
-        assert 0 < stay < found.device_bytes
-        assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
-        # The difference is smaller than `stay`, because host memory also keeps some of the weights.
-        assert found.traffic.read_bytes < none.traffic.read_bytes
-    assert len(planned("8B", 1, 16 * GIB).resolved_schedule.kept) == len(MODELS["8B"].layers)
+    found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
+    assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
+    kept = found.resolved_schedule.kept
+    stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in kept)
+    assert 0 < stay < found.device_bytes
+    assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
+    # The difference is smaller than `stay`, because host memory also keeps some of the weights.
+    assert found.traffic.read_bytes < none.traffic.read_bytes
+    assert (len(kept) == len(found.model.layers)) is (name == "8B")
 
 
 @pytest.mark.parametrize(("device", "cores", "expected"), [
@@ -149,7 +152,7 @@ def test_step_time_is_close_to_the_slowest_resource(drives: int) -> None:
     assert found.seconds.step <= WITHIN * longest
 
 
-@pytest.mark.parametrize(("name", "host_cache"), [("8B", 16 * GIB), ("70B", 256 * GIB)])
+@pytest.mark.parametrize(("name", "host_cache"), [("8B", 16 * GIB), pytest.param("70B", 256 * GIB, marks=WIDE)])
 def test_less_memory_exposes_only_forward(name: str, host_cache: int) -> None:
     """Four drives are then busy for less than twice the computation time. See [Note: forward]."""
     found = planned(name, 4, host_cache)
@@ -162,7 +165,7 @@ def test_less_memory_exposes_only_forward(name: str, host_cache: int) -> None:
     assert found.seconds.computation.exposed < 1.05 * forward(found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("drives", [1, 4])
 def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
     """Only the root's updates, the first page of a module and a part of the Python time are exposed."""
@@ -175,7 +178,7 @@ def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
     assert seconds.updates.exposed < 1.05 * root_update(found) + 0.005 * seconds.step
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SIZES)
 def test_copies_without_prefetch_are_exposed(name: str) -> None:
     """Copies take 0.55 s of a step of 8B and 5.1 s of 70B. Prefetching hides all of them except the root's.
 

@@ -1,4 +1,7 @@
-"""Tests of the programs in examples/: they run in the same way as a user starts them."""
+"""Tests of the programs in examples/: they run in the same way as a user starts them.
+
+Programs whose APIs `tests/integrations` and `tests/models` test are only run by `make test-wide`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import pytest
 from safetensors import safe_open
 
 from support.processes import run_program
+from support.tables import WIDE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(folder: Path, name: str, *arguments: object, ranks: int = 0, torchrun: bool = False) -> str:
-    """Run an example in an empty folder and return its output."""
+    """Run an example in an empty folder and return its output. Without `torchrun`, ranks start more quickly."""
     (work := folder / "work").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(folder)}
     if torchrun:
@@ -48,6 +52,7 @@ def test_training_loop_resumes(tmp_path: Path) -> None:
     assert again.endswith("checkpointed step 3\n")
 
 
+@WIDE
 def test_pretrained_exports_trained_weights(tmp_path: Path) -> None:
     """The exported tensors have the names of the original ones and different values."""
     printed = run(tmp_path, "pretrained.py", tmp_path / "run", "--out", tmp_path / "out")
@@ -61,6 +66,7 @@ def test_pretrained_exports_trained_weights(tmp_path: Path) -> None:
         assert not began.get_tensor(name).equal(ended.get_tensor(name))
 
 
+@WIDE
 def test_lora_exports_an_adapter(tmp_path: Path) -> None:
     printed = run(tmp_path, "lora.py", tmp_path / "run", "--out", tmp_path / "out")
     assert len(losses(printed)) == 3
@@ -75,6 +81,7 @@ def test_two_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     assert printed.endswith("checkpointed by 2 ranks\n")
 
 
+@WIDE
 def test_muon_trains_with_two_optimizers(tmp_path: Path) -> None:
     printed = run(tmp_path, "muon.py", tmp_path / "nvme")
     assert losses(printed)[-1] < losses(printed)[0]
@@ -98,12 +105,13 @@ def test_trainer_resumes_and_exports(tmp_path: Path) -> None:
         assert "model.layers.0.mlp.up_proj.weight" in ended.keys()  # noqa: SIM118
 
 
+@WIDE
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_fine_tuning_exports_model_and_tokenizer(method: str, tmp_path: Path) -> None:
     """SFT runs on two ranks."""
     ranks = {"sft": 2, "dpo": 0}[method]
-    printed = run(tmp_path, "fine_tuning.py", tmp_path / "run", "--method", method, ranks=ranks, torchrun=bool(ranks))
-    assert len(losses(printed)) == 6
+    printed = run(tmp_path, "fine_tuning.py", tmp_path / "run", "--method", method, ranks=ranks)
+    assert len(losses(printed)) == 4
     trained = {file.name for file in (tmp_path / "run" / "trained").iterdir()}
     assert trained >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
 
@@ -112,11 +120,12 @@ def test_distributed_checkpoint_continues_in_memory(tmp_path: Path) -> None:
     """The losses of plain FSDP2 equal those of the offloaded run, after a save to a folder or to an object store."""
     printed = run(tmp_path, "distributed_checkpoint.py", tmp_path / "one", "--checkpoint", "memory://bucket/step-3")
     assert len(losses(printed)) == 3
-    printed = run(tmp_path, "distributed_checkpoint.py", tmp_path / "two", ranks=2, torchrun=True)
+    printed = run(tmp_path, "distributed_checkpoint.py", tmp_path / "two", ranks=2)
     assert len(losses(printed)) == 3
     assert (tmp_path / "two" / "step-3" / ".metadata").exists()
 
 
+@WIDE
 def test_accelerate_loop_resumes(tmp_path: Path) -> None:
     """The second call resumes from the folder that Accelerate's `save_state` wrote."""
     arguments = (tmp_path / "nvme", "--checkpoint", tmp_path / "checkpoint")
@@ -128,6 +137,7 @@ def test_accelerate_loop_resumes(tmp_path: Path) -> None:
     assert again.endswith("saved step 8\n")
 
 
+@WIDE
 def test_lightning_loop_resumes(tmp_path: Path) -> None:
     """The second call resumes from the checkpoint of the first."""
     arguments = (tmp_path / "nvme", "--saves", tmp_path / "saves")

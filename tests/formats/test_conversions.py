@@ -182,7 +182,7 @@ def test_fused_checkpoint_is_loaded_without_conversion(tmp_path: Path) -> None:
     assert families.differing(model, found) == []
 
 
-@pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
+@pytest.mark.parametrize("wrap", ["checkpoint", pytest.param("compile", marks=pytest.mark.wide)])
 def test_wrapped_layers_are_converted(wrap: str, tmp_path: Path) -> None:
     """Wrappers for checkpointing and compilation do not affect names or the rules for submodels."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

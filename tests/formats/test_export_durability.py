@@ -128,7 +128,7 @@ def test_failed_flush_or_rename_removes_the_export(
         export(checkpointed, tmp_path / "counted")
     calls = len(recorder.calls)
     assert calls > 5
-    for number in {*range(0, calls - 1, 1 + calls // 20), calls - 2}:  # the last call follows the rename
+    for number in {*range(0, calls - 1, 1 + calls // 8), calls - 2}:  # the last call follows the rename
         out = tmp_path / "out"
         with monkeypatch.context() as patch:
             Recorder(patch, number)

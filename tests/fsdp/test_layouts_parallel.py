@@ -98,7 +98,9 @@ def compare(shape: tuple[int, int], norm_type: float | None, update_schedule: st
     return listed + ([] if len(set(expected.losses)) == 4 else ["the loss never changes"])
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((2, 1), id="2x1", marks=pytest.mark.wide), pytest.param((1, 2), id="1x2")]
+)
 def test_tensor_parallel_training_matches_memory(shape: tuple[int, int], tmp_path: Path, pair: RankPool) -> None:
     """Covers every norm order with several update schedules, and steps without clipping."""
     for index, norm_type in enumerate((*NORMS, None)):

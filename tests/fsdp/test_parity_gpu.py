@@ -52,7 +52,7 @@ def cases() -> list[pytest.ParameterSet]:
             device_bytes = DEVICE_BYTES[(number + number // len(HOST_CACHES)) % len(DEVICE_BYTES)]
             found.append(
                 pytest.param(
-                    Recipe(device="cuda", updates=updates, deterministic=True, **RECIPES[name]),
+                    Recipe(device="cuda", updates=updates, deterministic=True, steps=6, **RECIPES[name]),
                     Paging(
                         host_cache=host_cache,
                         update_schedule=update_schedule,

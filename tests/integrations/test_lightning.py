@@ -175,7 +175,7 @@ def compare(folder: str, accumulation: int, meta: bool) -> list[str]:
     return wrong + [name for name, value in weights.items() if not torch.equal(found[name], value)]
 
 
-@pytest.mark.parametrize(("accumulation", "meta"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("accumulation", "meta"), [pytest.param(1, False, marks=pytest.mark.wide), (2, True)])
 def test_training_is_bitwise_equal_to_memory(accumulation: int, meta: bool, tmp_path: Path) -> None:
     """The training uses clipping, accumulation, a scheduler and an evaluation."""
     assert compare(str(tmp_path), accumulation, meta) == []
@@ -323,7 +323,8 @@ def test_second_fit_keeps_the_weights_and_starts_a_new_optimizer(tmp_path: Path)
         assert module.losses == expected
         assert module.evaluations == evaluations
         assert optimizer.steps == len(expected)
-        assert all(torch.equal(full_weights(module.net)[name], value) for name, value in full_weights(model).items())
+        found = full_weights(module.net)
+        assert all(torch.equal(found[name], value) for name, value in full_weights(model).items())
 
 
 def test_second_fit_of_a_module_resumes_from_a_folder(tmp_path: Path) -> None:

@@ -266,11 +266,6 @@ def loaded(folder: Path, adapter: str, **options: Any) -> Any:
     return models.shard(peft.PeftModel.from_pretrained(base_model, folder / adapter, **options))
 
 
-@pytest.mark.wide
-def test_lora_from_base_checkpoint_to_exported_adapter(tmp_path: Path) -> None:
-    train_resume_and_export(tmp_path)
-
-
 def test_lora_from_base_checkpoint_to_exported_adapter_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
     """Both ranks take part in saving, and one writes."""
     pair.run(train_resume_and_export, tmp_path)

@@ -17,7 +17,6 @@ from infinity.accumulation.micro_batches import LayerMajor
 from infinity.fsdp.gradient import PagedGradient
 from infinity.integrations.transformers import attach
 from support import trainers
-from support.models import POLICIES
 from support.tables import WIDE
 from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of, with_adapters
 
@@ -42,16 +41,7 @@ def test_trainer_equals_a_training_loop_in_memory(case: str, tmp_path: Path) -> 
         trainer.optimizer.step()
 
 
-def test_model_of_from_pretrained(tmp_path: Path) -> None:
-    """The model is sharded, has the device map that the Trainer needs, and knows its weights folder."""
-    build("plain").save_pretrained(tmp_path / "weights")
-    model = infinity.from_pretrained(tmp_path / "weights", mp_policy=POLICIES["fp32"])
-    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
-    trainer.train()
-    outcome_of(trainer).equals(by_hand(build()))
-    trainer.end()
-
-
+@WIDE
 def test_predict_with_generate_of_an_encoder_decoder(tmp_path: Path) -> None:
     """`Seq2SeqTrainer` generates the same tokens as in memory, before and after training."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
@@ -87,41 +77,35 @@ def test_predict_with_generate_of_an_encoder_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
-def test_evaluation_between_steps(clip: float, tmp_path: Path) -> None:
-    """Evaluation before, during and after training does not change the steps."""
-    expected = by_hand(build(), evaluate_every=2, clip=clip)
-    given = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": clip}
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    outcome_of(trainer).equals(expected)
-    assert before > expected.evaluations[0]
-    assert trainer.evaluate()["eval_loss"] == expected.evaluations[-1]
-    paged = trainer.optimizer.optimizer
-    assert paged.run.stats.snapshot().value("plan_divergences_total") == 0
-    trainer.end()
-
-
-@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
-@pytest.mark.parametrize("made", [build, with_adapters])
-def test_layer_major_accumulation_equals_memory(made: Any, clip: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [build, pytest.param(with_adapters, marks=WIDE)])
+def test_layer_major_accumulation_equals_memory(
+    made: Any, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All micro-batches of a step run as one batch in slices, so weights are read once for all of them."""
     model = made()
     infinity.micro_batches(model, 3)
     expected = by_hand(model, accumulation=3, clip=clip, joined=True)
     given = {"gradient_accumulation_steps": 3, "max_grad_norm": clip, "gradient_checkpointing": True}
     trainer = make(tmp_path / "out", made(), nvme=tmp_path / "nvme", **given)
+    sliced, slices = [], LayerMajor.slices
+    monkeypatch.setattr(LayerMajor, "slices", lambda self, number: sliced.append(number) or slices(self, number))
     trainer.train()
     outcome_of(trainer).equals(expected)
+    assert sliced == [3] * trainers.STEPS
     trainer.end()
 
 
-def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
-    """Evaluation batches are not sliced, so they may have any number of rows."""
+@pytest.mark.parametrize(
+    ("slices", "clip"), [(3, 1.0), pytest.param(1, 1.0, marks=WIDE), pytest.param(1, 0.0, marks=WIDE)]
+)
+def test_evaluation_between_steps(slices: int, clip: float, tmp_path: Path) -> None:
+    """Evaluation does not change the steps. Its batches are not sliced, so they may have any number of rows."""
     model = build()
-    layers = LayerMajor(model)
-    sliced = partial(layers.slices, 3)
-    expected = by_hand(model, accumulation=3, joined=True, evaluate_every=2, step_context=sliced)
-    given = {"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    sliced = partial(LayerMajor(model).slices, slices)
+    expected = by_hand(model, accumulation=slices, joined=True, evaluate_every=2, step_context=sliced, clip=clip)
+    given = {
+        "gradient_accumulation_steps": slices, "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": clip,
+    }  # fmt: skip
     shapes: list[tuple[int, ...]] = []
 
     def record_shape(found: Any) -> dict[str, float]:
@@ -129,9 +113,12 @@ def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
         return {}
 
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_metrics=record_shape, **given)
+    before = trainer.evaluate()["eval_loss"]
     trainer.train()
     outcome_of(trainer).equals(expected)
-    assert shapes == [(12, LENGTH, VOCABULARY)] * (trainers.STEPS // 2)
+    assert before > trainer.evaluate()["eval_loss"] == expected.evaluations[-1]
+    assert shapes == [(12, LENGTH, VOCABULARY)] * (trainers.STEPS // 2 + 2)
+    assert trainer.optimizer.optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
     trainer.end()
 
 
@@ -174,28 +161,3 @@ def test_step_with_a_non_finite_norm_is_skipped(tmp_path: Path) -> None:
     same = [all(a[name].equal(b[name]) for name in a) for a, b in pairwise(calls)]
     assert same == [False, True, False]
     trainer.end()
-
-
-def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -> int:
-    """Return the bytes that a step reads according to its plan, with a small host cache."""
-    folder = tmp_path / f"{accumulation}-{layer_major}"
-    folder.mkdir()
-    given = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "max_steps": 3}
-    given["per_device_train_batch_size"] = 2  # 4 batches must not have as many rows as a row has tokens
-    small = {"memory": {"host_bytes": "2MiB", "page_bytes": "64KiB"}}
-    attached = {"layer_major": layer_major}
-    trainer = make(folder / "out", build(layers=8), nvme=folder / "nvme", config=small, attached=attached, **given)
-    trainer.train()
-    plan = trainer.optimizer.optimizer.run.plan
-    assert plan is not None
-    read = plan.traffic.read_bytes
-    trainer.end()
-    return read
-
-
-def test_layer_major_accumulation_reads_weights_once(tmp_path: Path) -> None:
-    """The loop reads weights and gradients again for every micro-batch."""
-    one, layers, loop = (read_per_step(tmp_path, count, kind) for count, kind in ((1, None), (4, None), (4, False)))
-    print(f"bytes read per step: {one} with one batch, {layers} layer-major, {loop} in a loop")
-    assert layers == one
-    assert loop > 2.5 * one

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.integrations import checkpoint_folders, run_folders
 from infinity.run.optimizer import PagedOptimizer
+from support.processes import fork_server
 from support.tables import WIDE, all_but
-from support.trainers import Outcome, build, dataset, make, outcome_of, with_adapters
+from support.trainers import Outcome, build, make, outcome_of, with_adapters
 
 SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 6}
@@ -40,48 +40,6 @@ def checkpoint_steps(nvme: Path) -> list[int]:
 def close(trainer: Any) -> None:
     """Close the run, as at the end of the process."""
     trainer.optimizer.optimizer.close()
-
-
-def trained(tmp_path: Path, name: str, **given: Any) -> Outcome:
-    """Return the outcome of an uninterrupted training of a model with dropout, which draws random numbers."""
-    trainer = make(tmp_path / name, build(dropout=0.1), nvme=tmp_path / f"{name}-nvme", **given)
-    trainer.train()
-    outcome = outcome_of(trainer)
-    close(trainer)
-    return outcome
-
-
-@pytest.mark.parametrize("named", [True, pytest.param("checkpoint-4", marks=WIDE)], ids=["last", "by name"])
-def test_resume_in_the_middle_is_exact(named: bool | str, tmp_path: Path) -> None:
-    """Weights, moments, scheduler, random numbers and the order of the data are restored."""
-    expected = trained(tmp_path, "uninterrupted", **SHUFFLED)
-    out, nvme = tmp_path / "out", tmp_path / "nvme"
-    first = make(out, build(dropout=0.1), nvme=nvme, **SAVED | SHUFFLED)
-    first.add_callback(interrupt_at(7))
-    with pytest.raises(InterruptedError):
-        first.train()
-    close(first)
-    assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
-    again = make(out, build("meta", dropout=0.1), nvme=nvme, **SAVED | SHUFFLED)
-    again.train(resume_from_checkpoint=named if named is True else str(out / named))
-    resumed = outcome_of(again)
-    assert resumed.losses == expected.losses  # earlier losses are restored from trainer_state.json
-    resumed.equals(expected)
-    assert checkpoint_names(out) == ["checkpoint-6", "checkpoint-8"]
-    assert checkpoint_steps(nvme) == [6, 8]
-    close(again)
-
-
-def interrupt_at(step: int) -> Any:
-    """Return a callback that raises an exception after a step."""
-    from transformers import TrainerCallback
-
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == step:
-                raise InterruptedError
-
-    return Interrupt()
 
 
 def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> None:
@@ -114,17 +72,19 @@ def test_load_best_model_at_end(limit: int, tmp_path: Path) -> None:
     """The best checkpoint is kept in addition to the last one, with the weights of the unmodified Trainer."""
     given = {
         **SAVED, "save_total_limit": limit, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
-        "learning_rate": 3e-2, "max_steps": 10,
+        "learning_rate": 1e-1, "greater_is_better": True, "metric_for_best_model": "loss",
     }  # fmt: skip
+    # With this learning rate, the loss is largest after 4 of 6 steps.
     ordinary = make(tmp_path / "memory", build("plain"), **given)
     ordinary.train()
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
-    assert best.name == Path(ordinary.state.best_model_checkpoint).name != "checkpoint-10"
+    assert best.name == Path(ordinary.state.best_model_checkpoint).name != "checkpoint-6"
     assert checkpoint_names(tmp_path / "out") == checkpoint_names(tmp_path / "memory")
     outcome_of(trainer).equals(outcome_of(ordinary))
     assert trainer.evaluate()["eval_loss"] == ordinary.evaluate()["eval_loss"] == trainer.state.best_metric
+    assert checkpoint_steps(tmp_path / "nvme") == [4, 6]  # the last one can still be resumed
     close(trainer)
 
 
@@ -156,68 +116,69 @@ def test_load_best_adapters_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     close(trainer)
 
 
-def test_best_checkpoint_is_kept_until_training_stops_early(tmp_path: Path) -> None:
-    """A callback stops training at the same step as in memory. The checkpoint of the run is kept as well."""
-    from transformers import EarlyStoppingCallback
-
-    quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
-    given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 20}
-    trainer = make(
-        tmp_path / "out", build(), nvme=tmp_path / "nvme", **given, greater_is_better=True, load_best_model_at_end=True,
-        compute_metrics=lambda _: {"quality": next(quality)}, callbacks=[EarlyStoppingCallback(2)],
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.global_step == 8
-    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
-    assert checkpoint_names(tmp_path / "out") == ["checkpoint-4", "checkpoint-8"]
-    assert checkpoint_steps(tmp_path / "nvme") == [4, 8]
-    close(trainer)
-
-
-PROGRAM = """
-import os, sys
-from pathlib import Path
-from infinity.integrations.checkpoint_folders import Checkpoints
-from infinity.run.optimizer import PagedOptimizer
-from support.trainers import build, make
-from transformers import TrainerCallback
-
-folder, moment = Path(sys.argv[1]), sys.argv[2]
-
-def kill(*args, **named):
+def kill(*_: Any, **__: Any) -> None:
     os._exit(9)
 
+
 class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 5 and moment == "step":
+    """Kills the process at a moment."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 7 and self.moment == "step":
             kill()
-        if state.global_step == 6 and moment == "before the checkpoint":
-            PagedOptimizer.save_checkpoint = kill
-        if state.global_step == 6 and moment == "after the checkpoint":
-            Checkpoints.remove_others = kill
+        if state.global_step == 6 and self.moment == "before the checkpoint":
+            PagedOptimizer.save_checkpoint = kill  # type: ignore[method-assign]
+        if state.global_step == 6 and self.moment == "after the checkpoint":
+            checkpoint_folders.Checkpoints.remove_others = kill  # type: ignore[method-assign]
 
-trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Kill()], **eval(sys.argv[3]))
-trainer.train()
+
+def train_and_die(folder: Path, moment: str, limit: int) -> None:
+    torch.set_num_threads(1)
+    given = {**SAVED, **SHUFFLED, "save_total_limit": limit, "callbacks": [Kill(moment)]}
+    make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", **given).train()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Outcome of an uninterrupted training of a model with dropout, which draws random numbers."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", **SHUFFLED)
+    trainer.train()
+    outcome = outcome_of(trainer)
+    close(trainer)
+    return outcome
+
+
+KILLED = {
+    "step": (2, True, [4, 6], [6, 8]),
+    "step, resumed by name": (2, "checkpoint-4", [4, 6], [6, 8]),
+    "before the checkpoint": (1, True, [4, 6], [8]),
+    "after the checkpoint": (1, True, [4, 6], [8]),
+}
+"""Limit of checkpoints, checkpoint to resume from, and steps of the folders after the kill and at the end, by moment.
+
+The folder of step 6 is already complete before its checkpoint is saved.
 """
-MOMENTS = ("step", "before the checkpoint", "after the checkpoint")
 
 
-@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "after the checkpoint"))
-def test_killed_trainer_resumes_exactly(moment: str, tmp_path: Path) -> None:
-    """The process may be killed between writing the folder and saving the checkpoint, even with a limit of 1."""
-    given = {**SAVED, **SHUFFLED, "save_total_limit": 1}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), moment, repr(given)]
-    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    expected = trained(tmp_path, "uninterrupted", **SHUFFLED)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 9, output.decode()[-3000:]
-    out = tmp_path / "out"
-    assert checkpoint_names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
-    trainer = make(out, build("meta", dropout=0.1), nvme=tmp_path / "nvme", **given)
-    trainer.train(resume_from_checkpoint=True)
-    outcome_of(trainer).equals(expected)
-    assert checkpoint_names(out) == ["checkpoint-8"]
+@pytest.mark.parametrize("case", all_but(KILLED, "step, resumed by name", "after the checkpoint"))
+def test_killed_trainer_resumes_exactly(case: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+    """Weights, moments, scheduler, random numbers and the order of the data are restored."""
+    limit, named, killed, ended = KILLED[case]
+    process = fork_server().Process(target=train_and_die, args=(tmp_path, case.partition(",")[0], limit))
+    process.start()
+    process.join(600)
+    assert process.exitcode == 9
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    assert checkpoint_names(out) == [f"checkpoint-{step}" for step in killed]
+    trainer = make(out, build("meta", dropout=0.1), nvme=nvme, **{**SAVED, **SHUFFLED, "save_total_limit": limit})
+    trainer.train(resume_from_checkpoint=named if named is True else str(out / named))
+    outcome_of(trainer).equals(uninterrupted)  # earlier losses are restored from trainer_state.json
+    assert checkpoint_names(out) == [f"checkpoint-{step}" for step in ended]
+    assert checkpoint_steps(nvme) == ended
     close(trainer)
 
 
@@ -305,20 +266,4 @@ def test_files_of_a_folder_are_flushed_before_the_checkpoint(tmp_path: Path, mon
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"max_steps": 2})
     trainer.train()
     assert not flushed
-    close(trainer)
-
-
-@WIDE
-def test_second_train_call_continues(tmp_path: Path) -> None:
-    """The second call continues with weights and moments, as in memory, and saves later checkpoints."""
-    given = {**SAVED, "max_steps": 4}
-    ordinary = make(tmp_path / "memory", build("plain"), **given)
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
-    for one in (ordinary, trainer):
-        one.train()
-        one.train_dataset = dataset()[64:]
-        one.train()
-    outcome_of(trainer).equals(outcome_of(ordinary))
-    assert checkpoint_steps(tmp_path / "nvme") == [6, 8]
-    assert checkpoint_names(tmp_path / "out") == ["checkpoint-2", "checkpoint-4"]
     close(trainer)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.io.probe.bench import measure_paths, open_bench
+from infinity.io.probe.bench import measure_paths
 from infinity.io.probe.points import Load, Measurement, ProbeStoppedError, points_of
 from infinity.io.probe.quick import QUICK_BYTES, quick_rates
 from infinity.io.probe.targets import remove_left_over
@@ -57,19 +57,6 @@ def test_invalid_probe_requests_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="depth = 0"):
         points_of([Load.READ], [MIB], [0])
     assert os.listdir(tmp_path) == []
-
-
-def test_files_are_measured_through_another_shared_engine(tmp_path: Path) -> None:
-    """Like a run, the bench uses one engine for all paths, so its thread limit applies to all of them."""
-    folders = [str(tmp_path / name) for name in "ab"]
-    for folder in folders:
-        os.mkdir(folder)
-    points = points_of([Load.BOTH], [64 << 10], [4])
-    with open_bench(folders, points, file_bytes=MIB) as bench, bench.through("threads", points[0]) as other:
-        assert {target.engine.name for target in other.targets.values()} == {"threads"}
-        assert len({id(target.engine) for target in other.targets.values()}) == 1
-        assert list(other.measure(points[0], seconds=0.1)) == folders
-    assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])

@@ -13,8 +13,7 @@ from infinity.io import Engine, ThreadEngine
 from infinity.io.engine import Op
 from infinity.io.probe import targets
 from infinity.io.probe.bench import measure_paths
-from infinity.io.probe.latency import Latency, latency_of
-from infinity.io.probe.points import Load, points_of
+from infinity.io.probe.points import Latency, Load, latency_of, points_of
 from support.fault_engine import Fault, FaultEngine, FaultKind
 
 

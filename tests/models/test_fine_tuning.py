@@ -33,7 +33,7 @@ KINDS = {
 }
 """Families that `make test` fine-tunes, by kind. `make test-wide` adds `MORE` and all of `support.wide_models`."""
 MORE = ("Qwen3", "Gemma3", "GPT2", "Bart", "Whisper", "Mixtral", "Albert", "Swin", "Wav2Vec2")
-QUICK = ("DeepseekV3", "T5", "Swin")
+QUICK = ("DeepseekV3",)
 """Families of `make test` with bf16 folders. DeepSeek-V3 has routers in fp32."""
 NOT_IN_BF16 = ("FNet", "XLNet")
 """torch has no Fourier transform in bf16, and XLNet creates some parameters in fp32 for any dtype."""

@@ -18,6 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.formats import transformers_names as names
 from infinity.models.sharding import layers_of, shard
 from support.ranks import RankPool
+from support.tables import alternate
 from support.train import full_copy
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
@@ -158,8 +159,7 @@ def deepseek() -> Any:
 
 
 @needs_groups
-@pytest.mark.parametrize("dtype", [torch.float32, "auto"], ids=str)
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(("dtype", "slices"), alternate([torch.float32, "auto"], [1, 2]), ids=str)
 def test_routers_are_computed_in_fp32(
     dtype: torch.dtype | str, slices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

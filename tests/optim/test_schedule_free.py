@@ -63,7 +63,7 @@ def in_memory(name: str) -> Found:
     [
         ("adamw", "in_backward", "fp32"),
         ("adamw", "in_forward", "split"),
-        ("sgd", "after_backward", "fp32"),
+        pytest.param("sgd", "after_backward", "fp32", marks=pytest.mark.wide),
     ],
 )
 def test_evaluation_weights_match_training_in_memory(
@@ -144,6 +144,7 @@ def test_interrupted_mode_change_is_never_checkpointed(
                 call()
 
 
+@pytest.mark.wide
 def test_mode_change_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
     """Each rank converts its own pages."""
     assert pair.run(compare, str(tmp_path)) == [True, True]

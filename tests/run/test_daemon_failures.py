@@ -1,4 +1,4 @@
-"""Tests of training while the daemon is running, late, restarted, or sends garbage."""
+"""Tests of training while the daemon is running, restarted, or sends garbage."""
 
 from __future__ import annotations
 
@@ -20,18 +20,6 @@ from support.session import STEPS, Session
 
 Hook = Callable[[int], None]
 """Function that is called before every step."""
-
-
-@contextmanager
-def daemon_late(runtime: Path) -> Iterator[Hook]:
-    """Start the daemon before the fourth step."""
-    with contextlib.ExitStack() as stack:
-
-        def before(step: int) -> None:
-            if step == 3:
-                stack.enter_context(daemon(runtime))
-
-        yield before
 
 
 @contextmanager
@@ -108,7 +96,7 @@ def daemon_sending_garbage(runtime: Path) -> Iterator[Hook]:
             thread.join()
 
 
-@pytest.mark.parametrize("daemon_behavior", [daemon_late, daemon_restarted, daemon_sending_garbage])
+@pytest.mark.parametrize("daemon_behavior", [daemon_restarted, daemon_sending_garbage])
 def test_losses_do_not_depend_on_the_daemon(
     daemon_behavior: Callable[[Path], AbstractContextManager[Hook]],
     tmp_path: Path,

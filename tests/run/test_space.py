@@ -16,7 +16,7 @@ from infinity.run import space_reservation
 from infinity.store.extents import SPARE_SLOTS, file_sizes
 from infinity.store.page_store import lay_out
 from support import models
-from support.daemon_process import daemon, talk
+from support.daemon_process import daemon, state
 from support.session import Session, draw
 from support.train import Paging, Recipe, batch, build, make_optimizer, settings
 
@@ -24,7 +24,7 @@ RECIPE = Recipe(model="toy")
 
 
 def reserved(runtime: Path) -> list[str]:
-    return [entry["run_id"] for entry in talk(runtime, {"op": "status"})[0]["reservations"]]
+    return [entry["run_id"] for entry in state(runtime)["reservations"]]
 
 
 def test_reservation_ends_after_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

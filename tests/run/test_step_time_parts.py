@@ -23,7 +23,7 @@ from support.tables import alternate, one_of
 from support.train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
 
 RECIPE = Recipe(model="even", steps=2)
-STEPS = 3
+STEPS = 2
 SLOW = 0.02
 
 
@@ -130,21 +130,19 @@ def test_slow_drive_appears_as_stalls_of_its_direction(op: Op, parts: set[str], 
         assert sum(grown[part] for part in parts) > 0.1
 
 
-def train_with_late_rank(folder: str, clip: bool, slow: float) -> dict[str, float]:
+def train_with_late_rank(folder: str, slow: float) -> dict[str, float]:
     """Train on two ranks while the second is late in every layer's forward; return the seconds by part."""
-    recipe = Recipe(model="even", steps=2, clip=0.5 if clip else None)
-    with offloaded(recipe, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
-        train(recipe, model, optimizer, Outcome())
+    with offloaded(RECIPE, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
         if dist.get_rank() == 1:
             delay_compute(pytest.MonkeyPatch(), model, slow)
         return seconds_by_part(model, optimizer)
 
 
-@pytest.mark.parametrize("clip", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_late_rank_appears_as_compute_and_its_peer_as_collective(clip: bool, tmp_path: Path, pair: RankPool) -> None:
+def test_late_rank_appears_as_compute_and_its_peer_as_collective(tmp_path: Path, pair: RankPool) -> None:
     """On the CPU, FSDP2 waits in the all-gather of the next FSDP module."""
     for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # on a busy machine, the prompt rank is late as well
-        prompt, tardy = pair.run(train_with_late_rank, str(tmp_path), clip, slow)
+        prompt, tardy = pair.run(train_with_late_rank, str(tmp_path), slow)
         added = STEPS * slow * 6
         assert tardy["compute"] >= added
         if prompt["collective"] >= 0.8 * added and prompt["compute"] < tardy["compute"] - 0.5 * added:
@@ -176,7 +174,7 @@ def test_gradient_norm_counts_as_collective(tmp_path: Path, pair: RankPool) -> N
     assert prompt > 0.8 > tardy
 
 
-@pytest.mark.parametrize("update_schedule", one_of(2, ["in_backward", "in_forward", "after_backward"]))
+@pytest.mark.parametrize("update_schedule", one_of(3, ["in_backward", "in_forward", "after_backward"]))
 def test_timeline_contains_all_transfers_and_stalls(update_schedule: str, tmp_path: Path) -> None:
     """Bytes by path and direction match the counters, stalls match the metrics, and all events are within the run."""
     file = tmp_path / "timeline.json"
@@ -191,7 +189,7 @@ def test_timeline_contains_all_transfers_and_stalls(update_schedule: str, tmp_pa
         ) as (model, optimizer),
     ):
         stats = optimizer.run.stats
-        train(Recipe(model="even", steps=5), model, optimizer, Outcome())
+        train(Recipe(model="even", steps=3), model, optimizer, Outcome())
         optimizer.save_checkpoint()
         optimizer.drain()
         names = [fsdp_module.name for fsdp_module in optimizer.run.layout.fsdp_modules]

@@ -244,7 +244,7 @@ def benches_and_plans(draw: st.DrawFn) -> tuple[Layout, Plan]:
     return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
 
 
-@settings(max_examples=60, deadline=None, phases=NO_SHRINK)
+@settings(max_examples=25, deadline=None, phases=NO_SHRINK)
 @given(benches_and_plans(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
 def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, reserved: float) -> None:
     """The first step is recorded, later steps are planned; no page changes while it is being written."""
@@ -259,7 +259,7 @@ def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int
         it.check()
 
 
-@settings(max_examples=60, deadline=None, phases=NO_SHRINK)
+@settings(max_examples=25, deadline=None, phases=NO_SHRINK)
 @given(benches_and_plans(), st.data())
 def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: st.DataObject) -> None:
     """The content stays correct with evaluation between accesses, incomplete steps, a different order and flushes."""
@@ -388,7 +388,7 @@ def test_immediately_failed_read_fails_its_own_access(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("transfer", "mode"), [("read", Mode.READ), ("written", Mode.UPDATE)])
 def test_stall_error_names_the_transfer_and_the_oldest_request(transfer: str, mode: Mode) -> None:
     """The error is raised after the time limit and counts as a failed transfer."""
-    layout, _, it = small_bench(timeout=2)
+    layout, _, it = small_bench(timeout=1)
     it.check()
     if mode is Mode.READ:
         it.store.gate.clear()
@@ -398,7 +398,7 @@ def test_stall_error_names_the_transfer_and_the_oldest_request(transfer: str, mo
         it.use_all(uses)
         it.store.gate.clear()
         it.pager.install(None)  # writes dirty pages back
-    with pytest.raises(StallError, match=f"waited 2 s for a page to be {transfer}; the request of the test"):
+    with pytest.raises(StallError, match=f"waited 1 s for a page to be {transfer}; the request of the test"):
         it.use_all(uses)
     assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]
     it.store.close()
@@ -408,9 +408,9 @@ def test_waiting_for_other_ranks_does_not_count_as_a_stall() -> None:
     """Waits for a page of an update in an exchange, or for one of its cache slots, are not limited."""
     layout, _, it = small_bench(timeout=1)
     it.check()
-    with held_in_exchange(it, layout, seconds=2.5):
+    with held_in_exchange(it, layout, seconds=1.5):
         it.access((Use(0, Mode.READ),))  # the page of the update
-    with held_in_exchange(it, layout, seconds=2.5):
+    with held_in_exchange(it, layout, seconds=1.5):
         others = [page.index for page in layout.pages if page.role is not Role.GRAD][10:20]
         it.access(tuple(Use(page, Mode.READ) for page in others))  # as many pages as cache slots
     it.check()

@@ -86,6 +86,7 @@ def walk(plan: Plan, layout: Layout) -> Walk:
     return seen
 
 
+@settings(max_examples=40)
 @given(plans())
 def test_plan_fits_its_cache_slots_and_moves_the_predicted_bytes(drawn: tuple[Plan, Layout]) -> None:
     """Every used page is available, and a steady step matches exactly."""
@@ -103,6 +104,7 @@ def test_plan_fits_its_cache_slots_and_moves_the_predicted_bytes(drawn: tuple[Pl
     assert seen.written[STEADY] == plan.traffic.written_bytes
 
 
+@settings(max_examples=40)
 @given(plans())
 def test_reach_is_the_last_position_of_the_window(drawn: tuple[Plan, Layout]) -> None:
     """This holds in the prefix and in every cycle. With all pages in the host cache, the window ends with the second
@@ -129,6 +131,7 @@ def test_reach_is_the_last_position_of_the_window(drawn: tuple[Plan, Layout]) ->
         assert plan.reach_at(position) == last
 
 
+@settings(max_examples=40)
 @given(plans())
 def test_larger_host_cache_never_moves_more_bytes(drawn: tuple[Plan, Layout]) -> None:
     """A host cache for all pages moves none, and one with too few cache slots raises an error."""
@@ -146,7 +149,7 @@ def test_larger_host_cache_never_moves_more_bytes(drawn: tuple[Plan, Layout]) ->
             make_plan(plan.trace, layout, least - 1)
 
 
-LAYERS, ELEMENTS, PAGE = 24, 4 * 32 * 1024, 64 * KIB
+LAYERS, ELEMENTS, PAGE = 12, 4 * 32 * 1024, 64 * KIB
 """A layer fills four pages of weights, eight pages of gradients, and 26 pages of master and moments."""
 TRANSFERS = {
     "in_backward": ({Role.PARAM: 2, Role.UPDATE: 1, Role.GRAD: 0}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 0}),
@@ -201,8 +204,8 @@ def test_transformer_traffic_matches_the_closed_form(share: float, update_schedu
 
 @st.composite
 def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
-    """Draw a transformer with few pages and the accesses of its step."""
-    layers = draw(st.integers(4, 5))
+    """Draw a transformer with few pages and the accesses of its step. With five layers, the optimum takes minutes."""
+    layers = 4
     layout = transformer(
         layers, 1024 * draw(st.sampled_from([1, 4, 5])), PAGE, draw(st.sampled_from(["mixed", "plain"]))
     )
@@ -306,7 +309,7 @@ def test_weights_are_resident_first() -> None:
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
     trace = expand(events, layout, UpdateSchedule.of("in_backward", events))
-    plan = make_plan(trace, layout, 120)
+    plan = make_plan(trace, layout, 60)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
 

@@ -485,9 +485,7 @@ FORKED = """
 import contextlib, hashlib, multiprocessing, os, sys
 from pathlib import Path
 import torch
-from support.models import Toy, build, loss_of
-from support.session import RECIPE
-from support.train import MIB, Paging, make_optimizer, settings
+from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.store.folder import holders
 
@@ -501,14 +499,18 @@ if not (child := os.fork()):
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 
-model = build(RECIPE.model)
-optimizer = infinity.offload(model, make_optimizer(RECIPE, model), settings(place, Paging(), 64 * MIB))
+nvme.mkdir()
+model = torch.nn.Sequential(*(fully_shard(torch.nn.Linear(64, 64), mesh=infinity.mesh("cpu")) for _ in range(2)))
+fully_shard(model, mesh=infinity.mesh("cpu"))
+config = {"storage": {"paths": [str(nvme)]}, "memory": {"host_bytes": "64MiB", "page_bytes": "64KiB"}}
+config["telemetry"] = {"runtime_dir": str(place / "runtime")}
+optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters()), config)
 
-def tokens():
-    return torch.randint(0, Toy.vocabulary, (2, 8))
+def loss():
+    return model(torch.randn(2, 64)).square().mean()
 
 def train():
-    loss_of(model, tokens()).backward()
+    loss().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -522,13 +524,13 @@ def wait(child, call=""):
 
 train()
 param, name = next(model.parameters()), next(iter(dict(model.named_parameters())))
-loss = loss_of(model, tokens())
+pending = loss()
 optimizer.run.pager.flush()
 before = content()
 unsupported = {
     "step": optimizer.step, "checkpoint": optimizer.save_checkpoint, "zero_grad": optimizer.zero_grad,
     "drain": optimizer.drain,
-    "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
+    "forward": loss, "backward": pending.backward, "read": lambda: param.full_tensor().sum(),
     "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
         model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
 }
@@ -576,7 +578,7 @@ class Weights(Data):
     def __getitem__(self, index):
         return param.full_tensor().sum()
 
-loss.backward()
+pending.backward()
 optimizer.step()
 optimizer.zero_grad()
 try:

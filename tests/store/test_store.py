@@ -33,7 +33,6 @@ from infinity.store.extents import (
     file_sizes,
     further_slots,
     plan_slots,
-    respread,
     spread,
 )
 from infinity.store.folder import FolderLock, allocated_bytes, describe_holder, holders, reserve
@@ -233,18 +232,9 @@ class StoreMachine(RuleBasedStateMachine):
             del self.checkpoints[old]
         assert self.rig.store.checkpoints == tuple(sorted(self.checkpoints))
 
-    @rule(paths=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
-    def redirect_writes(self, paths: tuple[int, ...]) -> None:
-        self.rig.store.redirect_writes(paths)
-
     @rule(stored=st.booleans())
     def expect_gradients(self, stored: bool) -> None:
         self.rig.store.expect_gradients(stored)
-
-    @rule(index=st.integers(0, len(PAGES) - 1))
-    def new_version_is_on_the_assigned_path(self, index: int) -> None:
-        self.write(index)
-        assert self.rig.version(index).extent.path == self.rig.store.paths[index]
 
     @precondition(lambda self: self.checkpoints)
     @rule(data=st.data())
@@ -353,42 +343,6 @@ def test_incremental_slots_equal_slots_planned_at_once(added: list[dict[tuple[in
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans))
     found = Counter((item.path, item.length) for item in slots for _ in range(item.count))
     assert found == Counter((item.path, item.length) for item in at_once for _ in range(item.count))
-
-
-@given(layouts(), st.lists(st.integers(1, 20), min_size=2, max_size=4), st.data())
-def test_rebalancing_moves_as_few_pages_as_necessary(layout: Layout, before: list[int], data: st.DataObject) -> None:
-    """Each path comes within two pages of its new stripe weight in every role; no path gains and loses pages."""
-    after = data.draw(st.lists(st.integers(1, 20), min_size=len(before), max_size=len(before)))
-    paths = spread(layout.pages, [float(stripe_weight) for stripe_weight in before])
-    moved = respread(layout.pages, paths, [float(stripe_weight) for stripe_weight in after])
-    for role in Role:
-        mine = [item for item in layout.pages if item.role is role and not item.fixed]
-        total = sum(item.nbytes for item in mine)
-        for path, stripe_weight in enumerate(after):
-            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (paths, moved)]
-            wanted = total * stripe_weight / sum(after)
-            assert abs(loads[1] - wanted) <= abs(loads[0] - wanted) + layout.page_bytes
-            assert abs(loads[1] - wanted) <= 2 * len(after) * layout.page_bytes
-            loses = any(paths[item.index] == path != moved[item.index] for item in mine)
-            gains = any(paths[item.index] != path == moved[item.index] for item in mine)
-            assert not (loses and gains)
-
-
-def test_repeated_moves_do_not_grow_the_files(rig: Rig) -> None:
-    """Moving the pages back and forth needs additional slots only the first time."""
-    layouts_by_path = [(0,) * len(PAGES), (1,) * len(PAGES)]
-    rig.store.adopt(1, rig.store.versions(STATE_PAGES))
-    for paths in layouts_by_path:
-        rig.store.redirect_writes(paths)
-        for item in PAGES:
-            rig.write(item.index, content_of(item.index, 1))
-    sizes = list(rig.sizes)
-    for number in range(8):
-        rig.store.redirect_writes(layouts_by_path[number % 2])
-        for item in PAGES:
-            rig.write(item.index, content_of(item.index, number))
-        rig.store.adopt(2 + number, rig.store.versions(STATE_PAGES))
-    assert rig.sizes == sizes
 
 
 def test_preferred_checkpoint_is_retained(rig: Rig) -> None:

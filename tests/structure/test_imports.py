@@ -120,7 +120,6 @@ def test_every_module_is_reachable_from_a_public_name() -> None:
     public = {getattr(infinity, name).__module__ for name in infinity.__all__}
     started = {"infinity_tools.__main__", "infinity_tools.cli", "infinity_daemon.__main__", "infinity_daemon.main"}
     started |= {place.partition(":")[0] for place in COMMANDS.values()}
-    started |= {"infinity_tools.migrate.reference_page"}  # by `make docs`
     started |= {name for name in files if name.startswith("infinity.integrations.")}  # imported by users
     reached, left = set(packages), [*public, *started]
     namespaces = {"infinity.torch_private"}  # imported as a whole, and used through its attributes

@@ -121,12 +121,38 @@ def test_the_daemon_runs_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:
-    """The library trains, checkpoints, resumes and exports, and all modules that need no extra can be imported."""
-    program = f"runpy.run_path({bare.__file__!r}, run_name='__main__')\n"
-    rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA - FRAMEWORKS))
-    done = run_without_extras(program + rest, str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
+    """The library trains, checkpoints, resumes and exports, and all modules that need no extra can be imported.
+
+    The error of a module that needs one has one line with the command to install.
+    """
+    calls = {
+        "import infinity.telemetry.exporter": "daemon",
+        "import infinity.integrations.accelerate": "accelerate",
+        "import infinity.integrations.lightning": "lightning",
+        "import infinity.integrations.torchtitan": "torchtitan",
+        "from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})": "hf",
+        "import infinity.integrations.transformers": "trainer",
+        "import infinity; infinity.from_pretrained('org/small')": "hf",
+        "import infinity; infinity.from_config(None)": "hf",
+    }
+    program = f"""
+runpy.run_path({bare.__file__!r}, run_name="__main__")
+for name in {sorted(MODULES.keys() - WITH_EXTRA - FRAMEWORKS)}:
+    __import__(name)
+from infinity.errors import MissingPackageError
+for call in {list(calls)}:
+    try:
+        exec(call)
+    except MissingPackageError as error:
+        print(error)
+"""
+    done = run_without_extras(program, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    steps, *errors = done.stdout.splitlines()
+    assert steps == "2 4"
     assert {path.name for path in tmp_path.iterdir()} == {"nvme", "weights", "dcp"}
+    found = [line.rpartition(" ")[2] for line in errors]
+    assert found == [f"'infinity-offload[{extra}]'" for extra in calls.values()], done.stdout
 
 
 def test_a_command_without_its_extra_names_it(subtests: pytest.Subtests) -> None:
@@ -140,29 +166,3 @@ def test_a_command_without_its_extra_names_it(subtests: pytest.Subtests) -> None
             if rank == "0":
                 assert done.stderr.startswith(f"{command}: ")
                 assert done.stderr.endswith(f"pip install 'infinity-offload[{extra}]'\n")
-
-
-def test_a_module_without_its_extra_names_it() -> None:
-    """The error has one line with the command to install."""
-    calls = {
-        "import infinity.telemetry.exporter": "daemon",
-        "import infinity.integrations.accelerate": "accelerate",
-        "import infinity.integrations.lightning": "lightning",
-        "import infinity.integrations.torchtitan": "torchtitan",
-        "from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})": "hf",
-        "import infinity.integrations.transformers": "trainer",
-        "import infinity; infinity.from_pretrained('org/small')": "hf",
-        "import infinity; infinity.from_config(None)": "hf",
-    }
-    code = f"""
-from infinity.errors import MissingPackageError
-for call in {list(calls)}:
-    try:
-        exec(call)
-    except MissingPackageError as error:
-        print(error)
-"""
-    done = run_without_extras(code)
-    assert done.returncode == 0, done.stderr
-    found = [line.rpartition(" ")[2] for line in done.stdout.splitlines()]
-    assert found == [f"'infinity-offload[{extra}]'" for extra in calls.values()], done.stdout

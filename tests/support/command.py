@@ -7,30 +7,24 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from infinity_tools.cli import app
+from infinity_tools.cli import app, main
+from support.processes import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    "train",
-    "--model",
-    "tiny",
-    "--max_length",
-    "32",
-    "--per_device_train_batch_size",
-    "4",
-    "--host-memory",
-    "1MiB",
-]
+SMALL = ["train", "--model", "tiny", "--max_length", "32", "--per_device_train_batch_size", "4"]
+SMALL += ["--host-memory", "1MiB"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,48 +77,96 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
     with ExitStack() as stack:
         stack.enter_context(loggers_restored())
         if arguments[:1] == ("train",) and not picture:
-            stack.enter_context(patch("infinity_tools.train.run.write_picture", autospec=True))
+            stack.enter_context(patch("infinity_tools.train.run.write_picture", lambda out, summary: None))
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Finished(status=result.exit_code, output=result.stdout, errors=result.stderr)
 
 
-def run_process(
-    folder: Path, *arguments: str, ranks: int = 0, program: Sequence[str] = ("-m", "infinity_tools")
-) -> Finished:
-    """Run `infinity` in a new process in `folder`, started by torchrun if `ranks` is not 0."""
-    launcher: Sequence[str] = ()
-    if ranks:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def run_process(folder: Path, *arguments: str, **variables: str) -> Finished:
+    """Run `infinity` in a new Python process in `folder`, with these environment variables."""
     done = subprocess.run(
-        [sys.executable, *launcher, *program, *arguments],
+        [sys.executable, "-m", "infinity_tools", *arguments],
         capture_output=True,
         text=True,
         timeout=900,
         cwd=folder,
-        env=environment(folder / "tmp"),
+        env=environment(folder / "tmp") | variables,
         check=False,
     )
     return Finished(status=done.returncode, output=done.stdout, errors=done.stderr)
 
 
+class Forked:
+    """`infinity` in a process of `fork_server`, which starts quickly, with the interface of `subprocess.Popen`.
+
+    Its output is appended to the files or pipes `stdout` and `stderr` in the current folder.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        words = [str(word) for word in command[command.index("infinity_tools") + 1 :]]
+        self._process = fork_server().Process(target=_run_command, args=(words, dict(env), os.getcwd()))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_command(words: list[str], variables: dict[str, str], folder: str) -> None:
+    import torch
+
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR has changed
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = ["infinity", *words]
+    main()
+
+
+def run_ranks(*arguments: object) -> Finished:
+    """Run `infinity … --nproc 2` in this process, and its ranks in processes of `fork_server`."""
+    files = Path("stdout"), Path("stderr")
+    for file in files:
+        file.write_text("")
+    with (
+        patch("infinity_tools.launch.subprocess", SimpleNamespace(Popen=Forked)),
+        patch.dict(os.environ, {"TMPDIR": tempfile.gettempdir(), "COLUMNS": "200"}),
+    ):
+        done = run_here(*arguments, "--nproc", 2)
+    output, errors = (file.read_text() for file in files)
+    return Finished(status=done.status, output=done.output + output, errors=done.errors + errors)
+
+
 @contextmanager
-def training(
-    folder: Path, *arguments: str, program: Sequence[str] = ("infinity_tools",)
-) -> Iterator[subprocess.Popen[str]]:
-    """Run `infinity` in a folder, and yield its process after the first step. The process is killed at the end."""
-    with subprocess.Popen(
-        [sys.executable, "-m", *program, *arguments],
-        cwd=folder,
-        env=environment(folder / "tmp"),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stderr is not None
-            while "step 1/" not in process.stderr.readline():
-                assert process.poll() is None
-            yield process
-        finally:
-            process.kill()
+def at_step(step: int, action: Callable[[], object]) -> Iterator[None]:
+    """Call a function at the end of a training step of runs in this process."""
+    from infinity_tools.train.callbacks import RunCallback
+
+    original = RunCallback.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == step:
+            action()
+        original(self, args, state, control, **named)
+
+    with patch.object(RunCallback, "on_step_end", on_step_end):
+        yield

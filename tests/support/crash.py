@@ -37,7 +37,7 @@ from support.ends import End, ending
 from support.session import Session
 from support.train import KIB, MIB, local, state_on_nvme
 
-STEPS = 8
+STEPS = 5
 RETAINED = 2
 _PATIENCE = 300.0
 _GRACE = 0.05

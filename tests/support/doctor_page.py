@@ -37,9 +37,8 @@ one line to stderr that begins with `error:`. A check that fails or times out is
 checks continue.
 
 `--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty if the status is ok) and `folder` (null
-if the check applies to the machine). `--report` prints Markdown for a bug report: versions, findings, mounts of the
-folders, limits and relevant environment variables, without the host name and the user name. Review the report before
-you publish it, because it contains the paths of the folders.
+if the check applies to the machine). Review the output before you publish it, because it contains the paths of the
+folders.
 
 If a folder is not usable, only the check `folder` runs for it. `make docs` generates the lists below from the checks.
 """

@@ -14,7 +14,10 @@ from infinity.io import DataFile, Engine, PacedEngine, ThreadEngine, UringEngine
 from infinity.io.ring import RingRefusedError
 from support.fault_engine import FaultEngine
 
-KINDS = ("io_uring", "threads", "faulty-io_uring", "faulty-threads", "paced-io_uring", "paced-threads")
+KINDS = (
+    *("io_uring", "threads", "paced-threads"),
+    *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("paced-io_uring", "faulty-io_uring", "faulty-threads")),
+)
 BLOCK = 4096
 PATIENCE = 300.0
 """Seconds after which a transfer counts as lost."""
@@ -29,7 +32,7 @@ class _Paced(PacedEngine):
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         file = super().open(path, create=create)
-        self._rates[os.path.dirname(path)] = 2e8
+        self._rates[os.path.dirname(path)] = 1e9
         self.pace(self._rates)
         return file
 

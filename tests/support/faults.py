@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,6 @@ class Case:
     storage: dict[str, Any] = field(default_factory=dict)
     damages: bool = False
     """Whether the last checkpoint may be damaged."""
-    prepare: Callable[[], None] | None = None
-    """Function called on every rank before training."""
     peer_act: Callable[[Session], None] | None = None
     """Action of the other rank at the time of the failure."""
 
@@ -65,17 +62,6 @@ def _kill(session: Session) -> None:
     session.model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _forbid_pidfd() -> None:
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    os.pidfd_open = fail
-
-
-def _lack_pidfd() -> None:
-    del os.pidfd_open  # as in Python builds without pidfd_open
-
-
 def _exit_early(session: Session) -> None:
     session.optimizer.close()
     os._exit(0)
@@ -86,6 +72,10 @@ def _raise_user_error(session: Session) -> None:
         raise ValueError("user error")
 
     session.model.blocks[1].register_full_backward_hook(fail)
+
+
+def _shorten_waits(session: Session) -> None:
+    session.optimizer.run.pager.transfers._timeout = 1.0
 
 
 def _move_data(session: Session) -> None:
@@ -150,8 +140,9 @@ CASES = {
     "flipped": Case(fault=Fault(kind=FaultKind.FLIP), error=CORRUPT),
     "stuck": Case(
         fault=Fault(kind=FaultKind.STUCK, at=(4,)),
+        act=_shorten_waits,
         storage={"timeout_seconds": 5},
-        error=r"StallError: waited 5 s for (a page to be (read|written)|the update of a page); "
+        error=r"StallError: waited \d s for (a page to be (read|written)|the update of a page); "
         rf"oldest of \d+ requests in flight: {PLACE}, for \d+\.\d s",
     ),
     "data-file-missing": Case(
@@ -169,11 +160,6 @@ CASES = {
 KILLED = Case(
     act=_kill, error="", peer=r"LostRankError: rank {rank} \(process \d+\) exited unexpectedly \(killed, out of"
 )
-KILLED_WITHOUT_PIDFD = {
-    "pidfd_open failed (Operation not permitted)": replace(KILLED, prepare=_forbid_pidfd),
-    "pidfd_open failed (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
-}
-"""Cases without pidfd_open, because it is not permitted or not available in Python, by logged reason."""
 RECEIVED = Case(
     act=_receive_into_weight,
     peer_act=_send_weight,
@@ -244,9 +230,7 @@ def _text(file: Path) -> str:
 def _live(case: Case, fails: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peer_failures.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a failing rank may need long to close
-    if case.prepare is not None:
-        case.prepare()
+    peer_failures.GRACE_SECONDS = 0.1 if swallowed else PATIENCE  # a failing rank may need long to close
     store = dist.FileStore(f"{folder}/group", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * PATIENCE))
     try:

@@ -258,7 +258,9 @@ def unequal_states(expected: dict[str, torch.Tensor], found: dict[str, torch.Ten
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two recorded values are bitwise equal, where NaN equals NaN."""
+    """Return whether two values are bitwise equal, where NaN equals NaN."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and (a == b or (a != a and b != b))
     if a.dtype != b.dtype or a.shape != b.shape:

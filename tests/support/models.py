@@ -51,11 +51,17 @@ class Toy(nn.Module):
         self.head = nn.Linear(WIDTH, self.vocabulary)
         self.order = tuple(range(blocks)) if order is None else order
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+    def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = self.blocks[index](x)
-        return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.head(self.through_blocks(self.embedding(tokens))), tokens)
+
+
+def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 class Even(Toy):

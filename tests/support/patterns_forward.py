@@ -88,7 +88,7 @@ class Dropout(models.Toy):
                 x = checkpoint(self._block, index, x, use_reentrant=self.checkpointing == "reentrant")
             else:
                 x = self._block(index, x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        return models.cross_entropy(self.head(x), tokens)
 
 
 @pattern("dropout, also under checkpoint(), evaluation in training mode, random states saved and restored")
@@ -123,7 +123,7 @@ class Experts(models.Toy):
             rows = (chosen == index).nonzero(as_tuple=True)
             if len(rows[0]):
                 x = x.index_put(rows, block(x[rows]))
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        return models.cross_entropy(self.head(x), tokens)
 
 
 @pattern("experts that receive tokens in some steps only", ranks=(1,))
@@ -147,12 +147,10 @@ class TwoHeads(models.Toy):
         self.order, self.active = (0, 1, 2), 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index in self.order:
-            x = self.blocks[index](x)
+        x = self.through_blocks(self.embedding(tokens))
         heads = (self.head, self.blocks[3])
         found = [heads[self.active](x)] if self.active < 2 else [head(x) for head in heads]
-        return sum(nn.functional.cross_entropy(y.float().flatten(0, 1), tokens.flatten()) for y in found)
+        return sum(models.cross_entropy(y, tokens) for y in found)
 
 
 @pattern("alternating tasks, each with its own head")
@@ -172,9 +170,7 @@ class Cut(models.Toy):
             x = self.blocks[0](self.embedding(tokens))
         if self.cut == "detach":
             x = x.detach()
-        for index in (1, 2):
-            x = self.blocks[index](x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        return models.cross_entropy(self.head(self.blocks[2](self.blocks[1](x))), tokens)
 
 
 @pattern("activations detached, or first layers under no_grad, in some steps")
@@ -201,10 +197,7 @@ class Logits(models.Toy):
     """A model that returns logits instead of a loss."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.head(x)
+        return self.head(self.through_blocks(self.embedding(tokens)))
 
 
 @pattern("batches of different sizes on the ranks, or a loss of zero on a rank without data", ranks=(2,), slow=True)
@@ -269,7 +262,7 @@ class Normed(models.Toy):
         for index in self.order:
             x = self.blocks[index](x)
             x = self.norm(x.transpose(1, 2).float()).transpose(1, 2)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        return models.cross_entropy(self.head(x), tokens)
 
 
 @pattern("batch norm, and torch.optim.swa_utils.update_bn", ranks=(1,))

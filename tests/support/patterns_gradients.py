@@ -505,10 +505,8 @@ class Penalized(models.Toy):
 
     def forward(self, tokens: torch.Tensor, move: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
-        self.embedded = x = x if move is None else x + move
-        for index in self.order:
-            x = self.blocks[index](x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+        self.embedded = x if move is None else x + move
+        return models.cross_entropy(self.head(self.through_blocks(self.embedded)), tokens)
 
 
 @pattern("adversarial embeddings: torch.autograd.grad, then a second forward and backward")
@@ -571,11 +569,8 @@ class Tempered(models.Toy):
         self.blocks[0].gain = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index in self.order:
-            x = self.blocks[index](x)
-        y = self.head(x).float() * self.temperature.float()
-        return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
+        y = self.head(self.through_blocks(self.embedding(tokens))).float()
+        return models.cross_entropy(y * self.temperature.float(), tokens)
 
 
 @pattern("one-element parameters whose gradients are read and clipped", early_error=UPDATE_SCHEDULE)

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from infinity import torch_private
 from support import models
 from support.loop_pattern import EARLY, STEPS, UPDATE_SCHEDULE, Loop, pattern
+from support.patterns_forward import Logits
 from support.train import OPTIMIZERS, batch
 
 ADAMW = OPTIMIZERS["adamw"]
@@ -417,29 +418,17 @@ def two_models(loop: Loop) -> None:
         second.zero_grad()
 
 
-class Generator(models.Toy):
-    """A model that returns logits."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.head(x)
-
-
 class Discriminator(models.Toy):
     """A model that scores one-hot or logit inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.head.weight.dtype) @ self.embedding.weight
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.head(x).float().mean()
+        return self.head(self.through_blocks(x)).float().mean()
 
 
 def gan(loop: Loop, *, frozen: bool) -> None:
     """Train generator and discriminator alternately; freeze the discriminator or discard its gradients."""
-    generator, first = loop.begin(Generator())
+    generator, first = loop.begin(Logits())
     discriminator, second = loop.begin(Discriminator(blocks=2))
     for step in range(STEPS):
         fake = generator(batch(generator, step))

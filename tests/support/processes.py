@@ -15,7 +15,8 @@ from pathlib import Path
 
 from infinity import torchrun
 
-_LOADED = ["infinity.run.offload", "torch._dynamo", "transformers.trainer", "peft"]
+_LOADED = ["infinity.run.offload", "torch._dynamo", "transformers.trainer", "peft", "trl.trainer.sft_trainer"]
+_LOADED += ["infinity_tools.train.run"]
 
 
 def fork_server() -> ForkServerContext:
@@ -79,4 +80,7 @@ def _run_script(words: list[str], folder: str, environment: dict[str, str], outp
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.path[0:1] = words, [str(Path(words[0]).parent)]
+    import torch
+
+    torch.set_num_threads(1)  # threads of several processes that spin on the same cores are many times slower
     runpy.run_path(words[0], run_name="__main__")

@@ -42,6 +42,16 @@ def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bo
     ]
 
 
+def with_kinds(recipes: dict[str, Recipe], pagings: dict[str, Paging], kinds: Iterable[str]) -> list[Any]:
+    """Return `variants(recipes, pagings)` with a third parameter: one of `kinds`, so that all pairs occur."""
+    names, listed = list(kinds), []
+    for number, row in enumerate(variants(recipes, pagings)):
+        recipe, paging = divmod(number, len(pagings))
+        kind = names[(recipe + paging + paging // 2) % len(names)]
+        listed.append(pytest.param(*row.values, kind, id=f"{row.id}-{kind}", marks=row.marks))
+    return listed
+
+
 def one_of(number: int, rows: Iterable[Any]) -> list[Any]:
     """Return the rows as parameters, and mark all except every `number`-th row that is not yet `wide`."""
     listed: list[Any] = []
@@ -54,6 +64,18 @@ def one_of(number: int, rows: Iterable[Any]) -> list[Any]:
             kept += 1
         listed.append(parameter)
     return listed
+
+
+def only(rows: Iterable[Any], *ids: str) -> list[Any]:
+    """Return the rows, and mark all except those with the given ids.
+
+    Raises:
+        ValueError: if a row does not exist.
+    """
+    listed = list(rows)
+    if missing := set(ids) - {row.id for row in listed}:
+        raise ValueError(f"these rows do not exist: {sorted(missing)}")
+    return [pytest.param(*row.values, id=row.id, marks=[] if row.id in ids else WIDE) for row in listed]
 
 
 def all_but(names: Iterable[str], *wide: str) -> list[Any]:

@@ -15,7 +15,7 @@ from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 
 VIEWS = Path(__file__).parents[1] / "tools" / "top_views"
-SIZES = [(width, height) for width in (60, 80, 120) for height in (12, 40)]
+SIZES = [(60, 12), (80, 40)]
 NOW = 1.8e9
 PARTS = {
     "compute": 0.52, "collective": 0.06, "copy": 0.04, "update": 0.13, "read_stall": 0.17, "write_stall": 0.02,

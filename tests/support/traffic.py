@@ -9,7 +9,7 @@ import infinity
 from infinity.content.format import Role
 from support.train import Outcome, Paging, Recipe, offloaded, train
 
-WARM, STEADY = 3, 24  # enough steps that transfers in flight at either end are below 1%
+WARM, STEADY = 3, 12  # enough steps that a page that is transferred early or late is below 1%
 
 
 def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:

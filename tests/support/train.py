@@ -29,7 +29,7 @@ from support.fault_engine import Fault, FaultEngine, FaultKind
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 64 * KIB
-STEPS = 6
+STEPS = 4
 SLOW = Fault(kind=FaultKind.SLOW, probability=0.3, seconds=0.003)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -21,12 +21,14 @@ OTHER_PARAMETERS = "depends on gradients, values or settings of other"
 STATE = "keeps state"
 STATE_WITHOUT_PARAMETER = "keeps state that belongs to no parameter"
 GROUPS = "of its param groups"
+NO_GRADIENTS = "fails if there are no gradients"
 STEP = "failed in a trial step"
 NOTES = {
     OTHER_PARAMETERS: "not element-wise: an update depends on other parameters",
     STATE: "keeps state that pages cannot store",
     STATE_WITHOUT_PARAMETER: "keeps state that belongs to no parameter",
     GROUPS: "changes settings of its param groups in a way that cannot be paged",
+    NO_GRADIENTS: "changes settings of its param groups, but fails without gradients",
     STEP: "fails in a trial step with dense gradients and without a closure",
     "closure": "requires a closure",
     "dense": "requires sparse gradients",
@@ -116,9 +118,9 @@ _UNSUPPORTED: dict[str, str] = {
     "AdaGC": OTHER_PARAMETERS,
     "AdaHessian": STEP,
     "AdaShift": STATE,
-    "Adai": GROUPS,
+    "Adai": NO_GRADIENTS,
     "Adalite": STATE,
-    "AdamS": GROUPS,
+    "AdamS": NO_GRADIENTS,
     "AggMo": STATE,
     "AliG": "closure",
     "AvaGrad": GROUPS,

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import StallError
@@ -143,6 +143,7 @@ def perform(ledger, clock, actions, records):
         clock.now += 0.0625
 
 
+@settings(max_examples=40)
 @given(actions=st.lists(ACTIONS, max_size=12))
 def test_parts_add_up_and_spans_nest_for_random_actions(tmp_path_factory, actions):
     """Steps end only outside of phases and parts, as in a run; the counters are the sums of the records."""

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, CorruptPageError, StallError, StorageError
@@ -211,7 +211,6 @@ def intact():
         yield Path(folder), stats.path.read_bytes()
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_corruption_is_read_or_rejected(intact, data):
     folder, original = intact
@@ -231,7 +230,6 @@ def test_random_corruption_is_read_or_rejected(intact, data):
     assert isinstance(found.header.paths, tuple)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     key=st.sampled_from(["run_id", "rank", "pid", "process_started", "started", "devices", "info", "fingerprint"]),
     value=st.recursive(
@@ -284,7 +282,7 @@ def test_a_reader_never_sees_a_torn_value(tmp_path):
     )
     both = [struct.unpack("<d", bytes([byte]) * 8)[0] for byte in (0x2A, 0xD4)]
     with rank_process(code, tmp_path, *map(repr, both)) as rank:
-        snapshots = (read_stats_file(tmp_path / "t.rank0.stats") for _ in range(3000))
+        snapshots = (read_stats_file(tmp_path / "t.rank0.stats") for _ in range(1000))
         seen = {snapshot.value("cache_slots", status="free") for snapshot in snapshots}
         rank.kill()
     assert seen == set(both)

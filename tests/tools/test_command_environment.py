@@ -1,4 +1,4 @@
-"""Tests of commands under signals, without a usable home folder, and on terminals that show only ASCII."""
+"""Tests of commands under signals, and without a usable home folder."""
 
 from __future__ import annotations
 
@@ -9,52 +9,40 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import typer
 
 from infinity.cli_errors import failures
 from infinity.config import Config
+from infinity_tools.plan import excerpt
 from infinity_tools.trial_folders import PREFIX, trial_folders
 from support.command import environment, run_here
-from support.daemon_process import until
-from support.processes import fork_server
-
-PLAN = ["plan", "--model", "tiny", "--batch-tokens", "64", "--seq", "32", "--host-memory", "64MiB"]
 
 
-def _plan_for_ever(folder: str, errors: str) -> None:
-    """Run `infinity plan`, whose measurement does not end."""
-    from infinity_tools.cli import main
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_plan_removes_measurement_folder(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme, pages = tmp_path / "nvme", []
+    nvme.mkdir()
+    offload = excerpt._offload
 
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    os.chdir(folder)
-    sys.argv = ["infinity", *PLAN, "--dtype", "fp32", "--nvme", "nvme"]
-    rates = {str(Path("nvme").resolve()): dict.fromkeys(("read", "write", "mixed"), 1e9)}
-    with (
-        patch("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates),
-        patch("infinity_tools.plan.excerpt._STEPS", 10**9),
-    ):
-        main()
+    def interrupted(*arguments: Any) -> Any:
+        optimizer = offload(*arguments)
+        optimizer.step = lambda: (pages.extend(nvme.glob("*/runs/*/*.pages")), os.kill(os.getpid(), number))
+        return optimizer
 
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.wide)])
-def test_signal_to_plan_removes_measurement_folder(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "nvme").mkdir()
-    process = fork_server().Process(target=_plan_for_ever, args=(str(tmp_path), str(tmp_path / "errors")))
-    process.start()
-    assert process.pid is not None
-    try:
-        until(lambda: bool(list(tmp_path.glob("nvme/*/runs/*/*.pages"))) or not process.is_alive())
-        os.kill(process.pid, number)
-        process.join(300)
-    finally:
-        process.kill()
-        process.join()
-    assert process.exitcode == 128 + number, (tmp_path / "errors").read_text()
-    assert list((tmp_path / "nvme").iterdir()) == []
-    assert "Traceback" not in (tmp_path / "errors").read_text()
+    rates = {str(nvme): dict.fromkeys(("read", "write", "mixed"), 1e9)}
+    monkeypatch.setattr("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates)
+    monkeypatch.setattr(excerpt, "_offload", interrupted)
+    words = ["--batch-tokens", "64", "--seq", "32", "--host-memory", "64MiB", "--dtype", "fp32", "--nvme", nvme]
+    ended = run_here("plan", "--model", "tiny", *words)
+    assert ended.status == 128 + number, ended.errors
+    assert pages
+    assert list(nvme.iterdir()) == []
+    assert "Traceback" not in ended.errors
 
 
 def test_store_gc_removes_what_killed_measurements_left(tmp_path: Path) -> None:
@@ -95,18 +83,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_command_runs_without_home_and_with_ascii_output(tmp_path: Path) -> None:
-    """Characters that the terminal lacks are replaced: the plan contains µs."""
-    words = [*PLAN, "--no-changes", "--gpu", "h100", "--nvme-bandwidth", "7e9/5e9"]
-    variables = {**environment(tmp_path / "tmp"), "HOME": "/dev/null/home", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "infinity_tools", *words]
-    done = subprocess.run(command, env=variables, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"500 us per page access" in b" ".join(done.stdout.split())
-    assert done.stdout.isascii()
-    assert done.stderr.isascii()
 
 
 def test_unwritable_home_is_named_as_cause(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_torch_version(subtests: pytest.Subtests, machine: Machine, monkeypatch:
         ("2.16.0a0+git1234", "warning", "newer than 2.15", "torch<2.16"),
         ("3.0", "warning", "newer than 2.15", "torch<2.16"),
         (None, "problem", "not installed", "pip install"),
-        ("unknown", "warning", "ValueError: 'unknown'", "--report"),
+        ("unknown", "warning", "ValueError: 'unknown'", "doctor --json"),
     ]:
         with subtests.test(version=version):
             monkeypatch.setattr(software, "installed", lambda package: version)

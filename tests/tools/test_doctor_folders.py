@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from infinity.io.block_devices import Drive, Mount, Place, Space
+from infinity.io.block_devices import Drive, Place, Space
 from infinity.io.engine import DataFile
 from infinity.store.folder import FolderLock
 from infinity.store.marker import new_run_id
@@ -36,7 +36,7 @@ def look(
 ) -> Finding:
     """Return the finding of `check` for `path`, with a daemon that gives `answer` to every request."""
     at = World.of([str(path)], Path("no-daemon"), root).folders[0]
-    at.daemon.__dict__["status"] = answer
+    at.daemon.__dict__["state"] = answer
     at.daemon._node = SimpleNamespace(ask=lambda op, **values: answer)  # type: ignore[assignment]
     return check.look(at)
 
@@ -253,11 +253,3 @@ def test_drives_and_largest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert matches(found(storage.largest_model, "a", "b", "c"), "ok", "about 2 billion")
     for check in (storage.drives, storage.largest_model):
         assert matches(found(check, "no/thing"), "note", "no folder", "`folder`")
-
-
-def test_mount_of_includes_all_options(machine: Machine, tmp_path: Path) -> None:
-    file = machine.root / "proc/self/mountinfo"
-    file.write_text("1 0 8:1 / / ro,noatime shared:1 - ext4 /dev/a rw,discard\n")
-    assert storage.mount_of(str(tmp_path), file) == Mount(
-        point="/", kind="ext4", source="/dev/a", options="ro,noatime,rw,discard"
-    )

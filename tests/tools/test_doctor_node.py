@@ -29,9 +29,9 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def daemon_finding(runtime: Path, answer: dict[str, Any] | None) -> Finding:
-    """Return the finding for a daemon that gives `answer`."""
+    """Return the finding for a daemon that gives this information about itself, or for no daemon."""
     here = World.of([], runtime)
-    here.daemon.__dict__["status"] = answer
+    here.daemon.__dict__["state"] = answer and {"node": answer}
     return daemon_check.daemon.look(here)
 
 

@@ -11,29 +11,6 @@ import pytest
 from infinity.config import check_config, load_config
 from infinity.errors import ConfigError
 from infinity.run.run_directory import _say_where
-from support.command import run_here
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["export", "", "--out", "o"], "empty value after export"),
-        (["export", ".", "--out", "o", "--file-size", "0"], "--file-size 0 is"),
-        (["store", "ls", ""], "empty value after ls"),
-    ],
-)
-def test_invalid_options_of_other_commands_are_rejected(command: list[str], message: str) -> None:
-    """An empty argument is usually an unset shell variable."""
-    ended = run_here(*command)
-    assert ended.status == 2, ended.errors
-    assert message in " ".join(ended.errors.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(("option", "value"), [("--block", ","), ("--depth", "1,,2")])
-def test_empty_list_items_are_rejected(option: str, value: str) -> None:
-    done = run_here("probe", ".", option, value)
-    assert done.status == 2
-    assert f"{option} '{value}' " in done.errors
 
 
 @pytest.mark.parametrize("kind", ["BertConfig", "RobertaConfig"])

@@ -426,7 +426,6 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 @given(st.dictionaries(st.sampled_from(sorted(TABLE.keys)) | st.text(max_size=5), JSON, max_size=6))
 @example({"scheduler.type": "StepLR", "scheduler.params": {"step_size": 5, "gamma": "x"}})
 @example({"optimizer.type": "AdamW", "optimizer.params.lr": "auto", "fp16.enabled": "auto"})
-@example({"scheduler.type": "OneCycle", "scheduler.params.cycle_min_lr": 0, "scheduler.params.cycle_max_lr": 1})
 def test_any_json_is_translated_or_rejected(flat: dict[str, Any]) -> None:
     """The result is a one-line error, or valid settings and code that compiles."""
     done = run(nested(flat), "--json")

@@ -12,7 +12,7 @@ import pytest
 
 from infinity.config import Config, load_config
 from infinity_tools.migrate.keys import Key, Status
-from infinity_tools.migrate.keys_around import GROUPS, TABLE
+from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.optimizers import TAKEN
 from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.schedulers import SCHEDULERS
@@ -31,11 +31,6 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "scheduler.params.": {"scheduler.type": "WarmupDecayLR"},
     "scheduler.params.warmup_min_ratio": {"scheduler.type": "WarmupCosineLR"},
     "scheduler.params.cos_min_ratio": {"scheduler.type": "WarmupCosineLR"},
-    "scheduler.params.cycle_": {"scheduler.type": "OneCycle", "optimizer.type": "AdamW",
-                                "scheduler.params.cycle_min_lr": 0.5, "scheduler.params.cycle_max_lr": 0.75},
-    "scheduler.params.decay_": {"scheduler.type": "OneCycle", "optimizer.type": "AdamW",
-                                "scheduler.params.cycle_min_lr": 0.5, "scheduler.params.cycle_max_lr": 0.75},
-    "scheduler.params.lr_range": {"scheduler.type": "LRRangeTest"},
     "fp16.": {"fp16.enabled": True},
     "bf16.": {"bf16.enabled": True},
     "bfloat16.": {"bfloat16.enabled": True},
@@ -71,22 +66,6 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "scheduler.params.total_num_steps": (77, "TOTAL = 77"),
     "scheduler.params.warmup_min_ratio": (0.5, "LOW = 0.5"),
     "scheduler.params.cos_min_ratio": (0.5, "END = 0.5"),
-    "scheduler.params.cycle_min_lr": (0.25, "LOW = 0.25"),
-    "scheduler.params.cycle_max_lr": (0.25, "HIGH = 0.25"),
-    "scheduler.params.cycle_first_step_size": (77, "RISE = 77"),
-    "scheduler.params.cycle_second_step_size": (77, "FALL = 77"),
-    "scheduler.params.cycle_first_stair_count": (7, "RISE_STAIRS = 7"),
-    "scheduler.params.cycle_second_stair_count": (7, "FALL_STAIRS = 7"),
-    "scheduler.params.decay_step_size": (77, "DECAY = 77"),
-    "scheduler.params.decay_lr_rate": (0.25, "DECAY_RATE = 0.25"),
-    "scheduler.params.cycle_momentum": (True, "beta_at(scheduler.last_epoch)"),
-    "scheduler.params.cycle_min_mom": (0.25, "LOW_BETA = 0.25"),
-    "scheduler.params.cycle_max_mom": (0.25, "HIGH_BETA = 0.25"),
-    "scheduler.params.decay_mom_rate": (0.25, "DECAY_BETA = 0.25"),
-    "scheduler.params.lr_range_test_min_lr": (0.25, "LOW = 0.25"),
-    "scheduler.params.lr_range_test_step_size": (77, "EACH = 77"),
-    "scheduler.params.lr_range_test_step_rate": (0.25, "RISE = 0.25"),
-    "scheduler.params.lr_range_test_staircase": (True, "math.floor(step / EACH)"),
     "bf16.enabled": (True, "MixedPrecisionPolicy(torch.bfloat16, torch.float32)"),
     "bfloat16.enabled": (True, "MixedPrecisionPolicy(torch.bfloat16, torch.float32)"),
     "torch_autocast.enabled": (True, "with torch.autocast(mesh.device_type, torch.bfloat16):"),
@@ -164,7 +143,7 @@ def test_translated_keys_change_settings_or_code(subtests: pytest.Subtests) -> N
             assert row(done, key.name).status is Status.TRANSLATED
             assert row(done, key.name).becomes
             assert text in done.toml + done.code
-            if text and key.name not in ("zero_optimization.stage", "scheduler.params.cycle_momentum"):  # the defaults
+            if text and key.name != "zero_optimization.stage":  # the default
                 without = translated(context(key.name) if "lr" not in key.name else {})
                 assert text not in without.toml + without.code
             assert not done.refusals
@@ -200,20 +179,17 @@ def test_every_key_accepts_null_and_auto(subtests: pytest.Subtests) -> None:
     for name in TABLE.keys:
         for value in (None, "auto"):
             with subtests.test(name, value=value):
-                around = {} if name.startswith("scheduler.params.cycle") else context(name)
-                done = translated({**around, name: value})
+                done = translated({**context(name), name: value})
                 assert row(done, name).why
                 assert name not in [one.key for one in done.refusals]
 
 
 def test_texts_have_no_trailing_period() -> None:
-    """Texts are joined with others, and no key occurs in two groups."""
-    assert len(TABLE.keys) == sum(map(len, GROUPS.values()))
-    for keys in GROUPS.values():
-        for key in keys:
-            assert key.why, key.name
-            assert not key.why.endswith("."), key.name
-            assert "\n" not in key.why + key.becomes, key.name
+    """Texts are joined with others."""
+    for key in TABLE.keys.values():
+        assert key.why, key.name
+        assert not key.why.endswith("."), key.name
+        assert "\n" not in key.why + key.becomes, key.name
 
 
 def test_settings_named_in_table_exist() -> None:
@@ -247,9 +223,6 @@ RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
                       [0, 0, 0.4, 0.8, 0.4, 0, 0]),
     "WarmupCosineLR": ({"warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.5},
                        [0, 0, 0.25, 0.375, 0.25, 0.25]),
-    "OneCycle": ({"cycle_min_lr": 0.2, "cycle_max_lr": 0.8, "cycle_first_step_size": 2, "decay_step_size": 1,
-                  "decay_lr_rate": 1.0}, [0.2, 0.5, 0.8, 0.5, 0.2, 0.1, 0.2 / 3]),
-    "LRRangeTest": ({"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}, [0.1, 0.15, 0.2, 0.25]),
 }  # fmt: skip
 
 
@@ -264,8 +237,6 @@ def test_learning_rates_match_deepspeed(subtests: pytest.Subtests) -> None:
             names: dict[str, Any] = {}
             exec("import math\n" + code[begin:end], names)
             assert [names["rate_at"](step) for step in range(len(rates))] == pytest.approx(rates)
-            if kind == "OneCycle":
-                assert [names["beta_at"](step) for step in range(5)] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
 
 
 def test_settings_of_all_keys_are_valid() -> None:

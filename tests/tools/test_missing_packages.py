@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -32,8 +30,3 @@ def test_missing_package_names_extra(subtests: pytest.Subtests, tmp_path: Path) 
                 f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
             )
             assert not [*tmp_path.glob("out/nvme/*")]
-
-
-def test_version_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError("transformers")))
-    assert run_here("version", "--json").summary["transformers"] == "not installed"

@@ -14,8 +14,7 @@ import pytest
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError
 from infinity.io.probe import targets
-from infinity.io.probe.latency import latency_of
-from infinity.io.probe.points import Load, Measurement, Point, points_of
+from infinity.io.probe.points import Load, Measurement, Point, latency_of, points_of
 from infinity.io.probe.sustained import Sustained
 from infinity_tools.probe.probe_plot import figure
 from infinity_tools.probe.probe_report import Ask, DaemonRecord, Report

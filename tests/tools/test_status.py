@@ -45,7 +45,7 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
         rates = {str(nvme): {"read": 3.21e9, "write": 1.5e9, "mixed": 2e9}}
         assert node.ask("record_bandwidth", rates=rates, source="probe")
         with node.space_reserved(str(nvme), 3 << 20, "begins"):
-            until(lambda: (node.ask("status") or {})["stale_runs"])
+            until(lambda: (found := node.ask("state")) and found["stale_runs"] and found["drives"])
             shown = run_here("status", "--runtime-dir", folder)
             as_json = run_here("status", "--runtime-dir", folder, "--json")
     stats.close()
@@ -61,25 +61,17 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
     assert " no checkpoint " in rows[run.run_id]
     assert rows[run.run_id].endswith(str(run.roots[0]))
     found = json.loads(as_json.output)
-    assert [one["run_id"] for one in found["stale_runs"]] == [run.run_id]
-    assert found["paths"][0]["bandwidth"]["mixed"] == 2e9
-
-
-def test_status_of_empty_node(folder: Path) -> None:
-    with daemon(folder):
-        shown = run_here("status", "--runtime-dir", folder)
-    assert shown.status == 0
-    for section in ("ranks", "drives", "reservations", "stale runs"):
-        assert f"no {section}" in shown.output
+    assert [one["id"] for one in found["stale_runs"]] == [run.run_id]
+    assert found["drives"][0]["profile"]["mixed"] == 2e9
 
 
 def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     answer: dict[str, Any] = {
-        "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {"devices": False},
-        "ranks": [{"run_id": "[red]x", "name": "x", "user": "me",
-                   "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
-        "paths": [{"path": "/gone", "error": "No such file"}],
+        "node": {"version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {"devices": False}},
+        "runs": [{"id": "[red]x", "name": "x", "user": "me", "world_size": 1,
+                  "ranks": [{"rank": 0, "pid": 5, "status": "dead", "steps": 1.0}]}],
+        "drives": [{"name": "/gone", "paths": ["/gone"], "error": "No such file"}],
         "reservations": [], "stale_runs": [],
     }  # fmt: skip
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
@@ -87,19 +79,21 @@ def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch
     assert "failed to collect devices" in shown.output
     assert "[red]x" in shown.output
     assert "/gone: No such file" in shown.output
+    for section in ("reservations", "stale runs"):
+        assert f"no {section}" in shown.output
 
 
 RUN_ID = "20260101-120000-a1b2c3"
 FOLDER = "/mnt/a-drive-with-a-long-name/and-a-folder/of-this-project"
 FULL: dict[str, Any] = {
-    "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {},
-    "ranks": [{"run_id": RUN_ID, "name": "tiny", "user": "me",
-               "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
-    "paths": [{"path": FOLDER, "device": "nvme0n1", "free": 1 << 40, "wear_ratio": 0.01, "endurance_days": 900.0,
-               "bandwidth": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
+    "runs": [{"id": RUN_ID, "name": "tiny", "user": "me", "world_size": 1,
+              "ranks": [{"rank": 0, "pid": 5, "status": "dead", "steps": 1.0}]}],
+    "drives": [{"name": "nvme0n1", "paths": [FOLDER, "/mnt/other"], "free": 1 << 40,
+                "wear": {"ratio": 0.01, "days": 900.0},
+                "profile": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
     "reservations": [{"run_id": RUN_ID, "user": "me", "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30,
                       "pid": 12345}],
-    "stale_runs": [{"run_id": RUN_ID, "bytes": 123 << 30, "checkpointed": False, "complete": False, "changed": 0.0,
+    "stale_runs": [{"id": RUN_ID, "bytes": 123 << 30, "checkpointed": False, "complete": False, "changed": 0.0,
                     "folders": [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]}],
 }  # fmt: skip
 
@@ -111,7 +105,7 @@ def test_ids_and_paths_are_not_truncated() -> None:
         for one in _tables(FULL):
             show_whole(console, one)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        assert len(lines) == 4 * 3 + 1
+        assert len(lines) == 4 * 3 + 2
         assert sum(line.startswith(f"{RUN_ID} ") for line in lines) == 3
         assert sum(line.startswith("nvme0n1 ") for line in lines) == 1
         assert sum(line.endswith(f"  {FOLDER}") for line in lines) == 2

@@ -8,18 +8,17 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from infinity.errors import ConfigError
-from infinity.store.folder import FolderLock, RunFolder, no_starts
+from infinity.errors import ConfigError, FolderBusyError
+from infinity.store import folder as folders
+from infinity.store.folder import FolderLock, RunFolder
 from infinity.store.marker import MARKER_NAME
 from infinity_tools.stored_runs import Check, stored_runs, waste
-from support.command import SMALL, environment, run_here
+from support.command import SMALL, run_here
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount or become another user")
@@ -205,61 +204,30 @@ def test_gc_removes_empty_run_folder(nvme: Path) -> None:
     assert set(before) <= set(kept)
 
 
-ASK = """
-import sys
-from infinity_tools.cli import main
-sys.argv[0] = "infinity"
-main()
-"""
-
-
 @pytest.mark.parametrize("command", [("gc",), ("rm", "--ended")])
-def test_runs_cannot_start_during_prompt(nvme: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A resuming run waits, and a run created after the listing is not removed."""
-    dead = RunFolder.of([nvme], "20260101-000000-aaaaaa")
+def test_runs_cannot_start_or_be_removed_during_prompt(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A run created after the listing is not removed."""
+    dead, late = (RunFolder.of([nvme], f"2026010{day}-000000-aaaaaa") for day in (1, 3))
     dead.create()
-    with subprocess.Popen(
-        [sys.executable, "-c", ASK, "store", command[0], str(nvme), *command[1:]],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(tmp_path),
-    ) as asking:  # fmt: skip
-        assert asking.stdin is not None
-        assert asking.stdout is not None
-        while dead.run_id not in asking.stdout.readline():
-            assert asking.poll() is None
-        late = RunFolder.of([nvme], "20260103-000000-aaaaaa")
+    monkeypatch.setattr(folders, "_START_SECONDS", 0)
+    monkeypatch.setattr(folders, "_REMOVE_SECONDS", 0)
+
+    def confirm(question: str, *, abort: bool) -> bool:
         late.create()
-        starter = subprocess.Popen(
-            [sys.executable, "-c", START, str(nvme)], stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
-        )
-        assert starter.stdout is not None
-        assert starter.stdout.readline() == "starting\n"
-        time.sleep(0.5)
-        assert starter.poll() is None, "the run waits for the lock"
-        asking.stdin.write("y\n")
-        asking.stdin.close()
-        assert asking.wait(300) == 0
-        assert starter.communicate(timeout=300)[0] == "started\n"
+        with pytest.raises(FolderBusyError, match=f"{nvme} has been locked"):
+            FolderLock.acquire([nvme], dead.run_id, 0)
+        second = run_here("store", "gc", nvme, "--yes")
+        assert (second.status, f"{nvme} is locked" in second.errors) == (2, True)
+        return True
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    assert run_here("store", command[0], nvme, *command[1:]).status == 0
+    FolderLock.acquire([nvme], late.run_id, 0).release()
     left = {run.run_id for run in stored_runs([nvme])}
     assert dead.run_id not in left
     assert late.run_id in left
-
-
-START = """
-import sys
-from infinity.store.folder import FolderLock
-print("starting", flush=True)
-lock = FolderLock.acquire([sys.argv[1]], "20260101-000000-aaaaaa", 0)
-print("started", flush=True)
-lock.release()
-"""
-
-
-def test_concurrent_removal_is_rejected(nvme: Path) -> None:
-    with no_starts([nvme]):
-        done = run_here("store", "gc", nvme, "--yes")
-    assert done.status == 2
-    assert f"{nvme} is locked" in done.errors
-    assert run_here("store", "gc", nvme, "--dry-run").status == 0
 
 
 @pytest.fixture
@@ -340,16 +308,3 @@ def test_verify_requires_all_folders(tmp_path: Path) -> None:
     assert done.status == 2
     assert "2 folders, but 1 of them" in done.errors
     assert (paths[0] / "20260101-000000-aaaaaa" / MARKER_NAME).is_file()
-
-
-def test_locked_run_is_not_removed_by_id(nvme: Path) -> None:
-    (run,) = stored_runs([nvme])
-    lock = FolderLock.acquire([nvme], run.run_id, 0)
-    try:
-        done = run_here("store", "rm", nvme, run.run_id, "--yes")
-        assert done.status == 2
-        assert f"run {run.run_id} (process " in done.errors
-        assert "is running" in done.errors
-    finally:
-        lock.release()
-    assert len(stored_runs([nvme])) == 1

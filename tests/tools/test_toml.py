@@ -15,7 +15,7 @@ def test_written_settings_load_unchanged() -> None:
     """Only values that differ from the defaults are written."""
     odd = ('/nvme "0"/a\\b', "/nvme\t[1]/ü\x7f", "/nvme'2'/#")
     settings = Config().with_values(
-        **{"storage.paths": odd, "storage.balance": False, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
+        **{"storage.paths": odd, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
            "memory.page_bytes": 65536 * 3, "storage.request_bytes": 12288, "run.seed": 7, "update.cores": 0}
     )  # fmt: skip
     text = settings_toml(settings, ["how it was found", 'with "quotes"'])

@@ -40,20 +40,19 @@ def top(runs: dict[str, CountedRank], tmp_path: Path) -> Iterator[OnTerminal]:
         yield shown
 
 
-def assert_terminal_restored(top: OnTerminal) -> None:
-    """Check that modes, screen and cursor are restored."""
+@pytest.mark.parametrize(("cause", "status"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_key_or_signal_quits(top: OnTerminal, cause: str | int, status: int) -> None:
+    assert not top.modes[3] & (termios.ICANON | termios.ECHO)
+    if isinstance(cause, str):
+        top.press(cause)
+    else:
+        top.process.send_signal(cause)
+    assert top.wait() == status
     assert top.modes == top.before
     assert top.text.count(IN) == top.text.count(OUT) >= 1
     assert top.text.rindex(OUT) > top.text.rindex(IN)
     assert top.text.rindex(SHOW_CURSOR) > top.text.rindex("\x1b[?25l")
     assert "Traceback" not in top.text
-
-
-def test_q_quits(top: OnTerminal) -> None:
-    assert not top.modes[3] & (termios.ICANON | termios.ECHO)
-    top.press("q")
-    assert top.wait() == 0
-    assert_terminal_restored(top)
 
 
 def test_keys_select_sort_pause_and_help(top: OnTerminal) -> None:
@@ -111,19 +110,6 @@ def test_resize_redraws(top: OnTerminal) -> None:
         until(lambda: (len(top.screen) == lines and max(map(cell_len, top.screen)) <= columns) or top.ended())
         assert not top.ended(), top.text[-2000:]
         assert ("host cache" in "\n".join(top.screen)) == (columns == 120)
-
-
-def test_ctrl_c_quits(top: OnTerminal) -> None:
-    top.press("\x03")
-    assert top.wait() == 0
-    assert_terminal_restored(top)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_quits_with_its_status(top: OnTerminal, number: signal.Signals) -> None:
-    top.process.send_signal(number)
-    assert top.wait() == 128 + number
-    assert_terminal_restored(top)
 
 
 def test_closed_terminal_quits(top: OnTerminal) -> None:

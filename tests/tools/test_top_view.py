@@ -51,7 +51,7 @@ def test_view_fits_any_screen_size() -> None:
     drives = ({**DRIVE, "name": "盘" * 30}, {**DRIVE, "name": "/nvme/" + "盘" * 100, "error": "No such file"}, DRIVE)
     snapshot = replace(SNAPSHOT, runs=(*many, DEAD, STARTING, run("x" * 128)), drives=drives, notes=("wide 盘 " * 40,))
     full = replace(STATE, snapshot=snapshot, expanded=frozenset(one["id"] for one in many))
-    widths, heights = (1, 20, 59, 60, 80, 100, 143, 300), (1, 2, 5, 8, 24, 200)
+    widths, heights = (1, 59, 100, 300), (1, 5, 24, 200)
     for ascii, help, width, height in product((False, True), (False, True), widths, heights):
         lines = shown(replace(full, ascii=ascii, help=help), width, height).split("\n")
         assert len(lines) <= height, (width, height)
@@ -63,7 +63,7 @@ def test_view_fits_any_screen_size() -> None:
 def test_selected_run_is_visible() -> None:
     """The keys are visible too, and the drives if the screen has at least 12 lines."""
     state = state_with_runs(*(run(f"run-{number:02d}", step_seconds=1.0) for number in range(30)))
-    for height, number in product((8, 9, 11, 12, 13, 16, 24, 39), (0, 1, 15, 28, 29)):
+    for height, number in product((8, 12, 13, 39), (0, 15, 29)):
         text = shown(replace(state, chosen=f"run-{number:02d}"), 80, height)
         assert f"> run-{number:02d}" in text, height
         assert text.split("\n")[-1].startswith("q quit"), height

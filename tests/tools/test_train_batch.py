@@ -35,7 +35,7 @@ def test_recommended_batch_hides_storage_and_fits_memory(case: str, monkeypatch:
     monkeypatch.setattr(recommended_batch, "available_memory", lambda: 32 * GIB)
     settings = {"memory.host_bytes": host_bytes}
     asked = Asked(
-        model="llama-354m", sequence=512, batch_tokens=4096, nvme_bandwidth="3e9/2e9", settings=settings, **hardware
+        model="llama-354m", seq=512, batch_tokens=4096, nvme_bandwidth="3e9/2e9", settings=settings, **hardware
     )
     found, _ = plan_of(asked)
     size, parts = recommended_batch.recommended_batch(found)
@@ -66,7 +66,7 @@ def test_micro_batches_fit_memory_of_each_rank(
     monkeypatch.setattr(recommended_batch, "available_memory", lambda: available)
     settings = {"memory.host_bytes": "256MiB"}
     asked = Asked(
-        model="llama-354m", sequence=512, batch_tokens=4096 * ranks, nvme_bandwidth="3e9/2e9", ranks=ranks,
+        model="llama-354m", seq=512, batch_tokens=4096 * ranks, nvme_bandwidth="3e9/2e9", ranks=ranks,
         settings=settings, **hardware,
     )  # fmt: skip
     assert recommended_batch.recommended_batch(plan_of(asked)[0]) == expected

@@ -16,7 +16,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity_tools.presets import find_model
 from infinity_tools.train.columns import in_columns_of_trl
-from infinity_tools.train.datasets import Data, DataOptions, check_prepared, load, load_tokenizer
+from infinity_tools.train.datasets import Data, check_prepared, load, load_tokenizer
 from support.fine_tuning import MARKED, chats, make_model, make_tokenizer, texts
 
 
@@ -187,7 +187,7 @@ def test_unknown_columns_are_rejected(
 
 
 def loaded(tokenizer: Any, *names: object, model: str = "tiny", method: str = "sft", **options: Any) -> Data:
-    return load(DataOptions(data=tuple(map(str, names)), **options), method, tokenizer, find_model(model))
+    return load({"data": [*map(str, names)], "method": method, **options}, tokenizer, find_model(model))
 
 
 FORMATS: dict[str, Any] = {

@@ -18,54 +18,39 @@ import pytest
 from transformers import TrainerControl
 
 from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
 from infinity_tools.plot import write_picture
 from infinity_tools.signals import StopRequest
 from infinity_tools.train.callbacks import RunCallback
-from support.command import SMALL, environment, run_here, training
+from support.command import SMALL, Finished, Forked, at_step, environment, run_here
+from support.daemon_process import until
 
 
-def test_resuming_finished_run_exits_with_0(tmp_path: Path) -> None:
+def test_resuming_finished_run_changes_nothing(tmp_path: Path) -> None:
     """A supervisor that restarts a run until it finishes can then stop."""
-    train = [*SMALL, "--out", "out", "--max_steps", "2", "--save_steps", "2"]
-    first = run_here(*train, "--json").summary
-    before = (tmp_path / "out/summary.json").read_bytes()
-    again = run_here(*train, "--resume")
-    assert again.status == 0
-    assert f"run {first['run_id']} has already finished at step 2" in again.errors
-    asked = run_here(*train, "--resume", "--json")
-    assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 2)
-    assert (tmp_path / "out/summary.json").read_bytes() == before
-    assert run_here(*train[:-4], "--max_steps", "3", "--resume", "--json").summary["first_step"] == 3
+    train = [*SMALL, "--out", "out", "--nvme", "nvme", "--save_steps", "2"]
+    first = run_here(*train, "--max_steps", "4", "--save_total_limit", "2", "--json").summary
+    before = contents(tmp_path)
+    assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
+    for options, step in (
+        (["--max_steps", "4", "--resume"], 4),
+        (["--max_steps", "4", "--resume", "auto"], 4),
+        (["--max_steps", "2", "--resume"], 4),
+        (["--max_steps", "2", "--resume", "out/checkpoint-2"], 2),
+    ):
+        again = run_here(*train, *options)
+        assert again.status == 0
+        assert f"run {first['run_id']} has already finished at step {step}" in again.errors
+        assert contents(tmp_path) == before
+        assert not (tmp_path / "runs").exists()
+    asked = run_here(*train, "--max_steps", "4", "--resume", "--json")
+    assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 4)
 
 
-def test_resuming_finished_run_creates_no_output_folder(tmp_path: Path) -> None:
-    """Otherwise, repeated restarts would accumulate empty folders."""
-    train = [*SMALL, "--nvme", "nvme", "--max_steps", "1"]
-    run_here(*train, "--out", "out")
-    assert run_here(*train, "--resume", "auto", "--out", "out").status == 0
-    assert not (tmp_path / "runs").exists()
-
-
-def test_closed_stderr_does_not_stop_training(tmp_path: Path) -> None:
-    """A later signal still stops the run with a checkpoint."""
-    train = [*SMALL, "--out", "out", "--max_steps", "100000", "--save_steps", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *train],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
-    )  # fmt: skip
-    assert process.stderr is not None
-    assert process.stderr.readline()
-    process.stderr.close()
-    log = tmp_path / "out/steps.jsonl"
-    deadline = time.monotonic() + 300
-    while not log.exists() or len(log.read_text().splitlines()) < 5:
-        assert process.poll() is None, "the run has exited"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert json.loads((tmp_path / "out/summary.json").read_text())["interrupted"]
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the state of a run and its results."""
+    files = [file for file in folder.glob("nvme/*/**/*") if file.is_file()]
+    return {file: file.read_bytes() for file in [folder / "out/summary.json", *files]}
 
 
 def test_full_output_folder_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +73,6 @@ def test_full_output_folder_does_not_stop_training(tmp_path: Path, monkeypatch: 
     assert run_here(*SMALL, "--out", "out", "--max_steps", "3", "--resume", "--json").summary["finished"]
 
 
-@pytest.mark.parametrize("options", [("--resume", "out/checkpoint-2"), ("--resume",)])
-def test_resuming_finished_run_changes_no_files(options: tuple[str, ...], tmp_path: Path) -> None:
-    """Neither later checkpoints nor the run itself are removed."""
-    train = [*SMALL, "--out", "out", "--save_steps", "2"]
-    run_here(*train, "--max_steps", "4", "--save_total_limit", "2")
-    before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
-    assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
-    assert "finished" in run_here(*train, "--max_steps", "2", *options).errors
-    assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
-
-
 def test_output_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     """No file is changed and no state is stored; `--resume` continues the log."""
     train = [*SMALL, "--out", "out", "--nvme", "nvme"]
@@ -117,30 +91,26 @@ def test_output_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     assert steps == [1, 2, 3]
 
 
-def test_resume_auto_restarts_run_without_checkpoint(tmp_path: Path) -> None:
-    """The log of the earlier run is replaced."""
-    run_here(*SMALL, "--out", "out", "--max_steps", "2", "--save_strategy", "no")
-    assert run_here(*SMALL, "--out", "out", "--max_steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
-    assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 3
-
-
 def test_earlier_runs_are_counted(tmp_path: Path) -> None:
-    for number, says in enumerate(("", "nvme contains 1 earlier run (", "nvme contains 2 earlier runs (")):
-        ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--max_steps", "1")
-        assert says in " ".join(ended.errors.split())
+    (tmp_path / "nvme").mkdir()
+    for number in (1, 2):
+        RunFolder.of([tmp_path / "nvme"], f"2026010{number}-000000-aaaaaa").create()
+    ended = run_here(*SMALL, "--nvme", "nvme", "--out", "out", "--max_steps", "1")
+    assert "nvme contains 2 earlier runs (" in " ".join(ended.errors.split())
 
 
-@pytest.mark.parametrize("options", [(), ("--resume", "auto")])
-def test_second_run_in_output_folder_is_rejected(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_second_run_in_output_folder_is_rejected(tmp_path: Path) -> None:
     """It is rejected even if its state is stored elsewhere."""
-    with training(tmp_path, *SMALL, "--out", "out", "--max_steps", "100000") as process:
-        ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--max_steps", "1", *options)
+    second = [*SMALL, "--out", "out", "--nvme", "other", "--max_steps", "1"]
+    rejected: list[Finished] = []
+    with at_step(1, lambda: rejected.extend((run_here(*second), run_here(*second, "--resume", "auto")))):
+        assert run_here(*SMALL, "--out", "out", "--max_steps", "2", "--json").summary["steps"] == 2
+    for ended in rejected:
         assert ended.status == 2
         assert ended.errors.startswith(f"error: another run is writing to --out '{tmp_path}/out'")
         assert len(ended.errors.splitlines()) == 1
-        assert not (tmp_path / "other").exists()
-        process.terminate()
-        assert process.wait(300) == 128 + signal.SIGTERM
+    assert len(rejected) == 2
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
@@ -160,13 +130,11 @@ def test_steps_log_must_be_regular_file(kind: str, reason: str, tmp_path: Path) 
     assert (tmp_path / "other").read_text() == "kept"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("streams", "options", "status"),
-    [
-        pytest.param("<&- >&- 2>&-", "", 0, id="closed", marks=pytest.mark.wide),
-        pytest.param(">/dev/full 2>/dev/full", "", 1, id="full", marks=pytest.mark.wide),
-        pytest.param("2>&1 | true", "--save_steps 1", 0, id="no reader"),
-    ],
+    [("<&- >&- 2>&-", "", 0), (">/dev/full 2>/dev/full", "", 1), ("2>&1 | true", "--save_steps 1", 0)],
+    ids=["closed", "full", "no reader"],
 )
 def test_unusable_standard_streams_do_not_stop_training(
     streams: str, options: str, status: int, tmp_path: Path
@@ -187,16 +155,24 @@ def test_unusable_standard_streams_do_not_stop_training(
 
 
 def test_closed_terminal_stops_run_with_checkpoint(tmp_path: Path) -> None:
-    """SIGHUP then arrives more than once, as SIGTERM does under torchrun and batch systems."""
-    with training(tmp_path, *SMALL, "--out", "out", "--max_steps", "100000") as process:
-        assert process.stderr is not None
-        process.stderr.close()
+    """The output has no reader any more, which does not stop training. SIGHUP may arrive more than once."""
+    for name in ("stdout", "stderr"):
+        os.mkfifo(name)
+    process = Forked(["infinity_tools", *SMALL, "--out", "out", "--max_steps", "100000"], env=environment(tmp_path))
+    log = tmp_path / "out/steps.jsonl"
+    try:
+        with open("stdout"), open("stderr") as errors:
+            assert errors.readline().startswith("loading"), errors.read()
+        until(lambda: (log.exists() and len(log.read_text().splitlines()) > 4) or process.poll() is not None)
         for _ in range(3):
             process.send_signal(signal.SIGHUP)
         assert process.wait(300) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["interrupted"]
-    assert summary["checkpointed_step"] == summary["steps"]
+    assert summary["checkpointed_step"] == summary["steps"] > 4
+    assert run_here("store", "verify", "out/nvme").status == 0
 
 
 def test_signal_at_end_of_epoch_saves_once_without_evaluation(tmp_path: Path) -> None:
@@ -205,7 +181,6 @@ def test_signal_at_end_of_epoch_saves_once_without_evaluation(tmp_path: Path) ->
     args = SimpleNamespace(save_strategy="epoch", save_only_model=False, load_best_model_at_end=True)
     state, control = SimpleNamespace(global_step=7, best_model_checkpoint="o/checkpoint-3"), TrainerControl()
     callback = RunCallback(tmp_path, Ranks(0, 0, 1), view, stop, print)
-    callback.kernel.begin()
     callback.on_step_end(args, state, control)
     assert (control.should_save, control.should_training_stop) == (True, True)
     callback.on_save(args, state, control)
@@ -242,38 +217,12 @@ def test_run_longer_than_record_limit_writes_results(tmp_path: Path, monkeypatch
     assert (summary["steps"], len(summary["losses"])) == (5, 5)
     assert [record["step"] for record in summary["step_records"]] == [3, 4, 5]
     assert (tmp_path / "out/summary.png").stat().st_size
-
-
-def test_failed_plot_write_removes_partial_file(tmp_path: Path) -> None:
-    run_here(*SMALL, "--out", "out", "--max_steps", "3")
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "full").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # bytes of a file
     try:
         with pytest.raises(OSError, match="File too large"):
             write_picture(tmp_path / "full", summary)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list((tmp_path / "full").iterdir())
-
-
-def test_signal_ends_metrics_linger(tmp_path: Path) -> None:
-    """Container runtimes send SIGKILL ten seconds after SIGTERM. The finished run exits with status 0."""
-    train = [*SMALL, "--out", "out", "--max_steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *train],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
-    )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "out/summary.png").exists():
-        assert process.poll() is None, "the run has exited"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    try:
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert b"is checkpointed in" in output
+    assert not list((tmp_path / "full").iterdir()), "the partial file is removed"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import infinity.run.run
-from support.command import SMALL, Finished, run_here, run_process
+from support.command import SMALL, Finished, environment, run_here
 from support.command_faults import inject_faults
 
 STEPS = ["--max_steps", "8", "--save_steps", "2", "--json"]
@@ -19,9 +21,13 @@ EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.p
 
 def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished:
     """Train on two ranks; `fault` contains the arguments of `support/command_faults.py`."""
-    options = [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
-    program = ("-m", "support.command_faults", *fault) if fault else ("-m", "infinity_tools")
-    return run_process(folder, *options, ranks=2, program=program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["support.command_faults", *fault] if fault else ["infinity_tools"]
+    command += [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=environment(folder / "tmp"), check=False
+    )
+    return Finished(status=done.returncode, output=done.stdout, errors=done.stderr)
 
 
 def test_drive_error_names_last_checkpoint_and_resume_command(monkeypatch: pytest.MonkeyPatch) -> None:

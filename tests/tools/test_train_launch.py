@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import pytest
 
-from support.command import SMALL, environment, run_here, run_process, training
+from infinity_tools import launch
+from support.command import SMALL, environment, run_here, run_ranks
+from support.daemon_process import until
+from support.processes import fork_server
 
 ACT = """
 import os, signal, sys, time
@@ -31,53 +37,54 @@ print(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["MAST
 """Program that the ranks run instead of training."""
 
 
-def start_ranks(folder: Path, act: str) -> subprocess.Popen[str]:
-    """Start two ranks that run `ACT` instead of training."""
-    (folder / "act.py").write_text(ACT)
-    code = (
-        "import sys; from infinity_tools import launch; launch._GRACE = 0.2; launch._PROGRAM = ['act.py'];"
-        f"sys.exit(launch.launch(2, [{act!r}]))"
-    )
-    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment(folder / "tmp"),
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+def launch_act(folder: str, act: str) -> int:
+    """Run `ACT` instead of training on two ranks."""
+    Path(folder, "act.py").write_text(ACT)
+    with patch.multiple(launch, _PROGRAM=[f"{folder}/act.py"], _GRACE=0.2), contextlib.chdir(folder):
+        return launch.launch(2, [act])
 
 
 @pytest.mark.parametrize(("act", "status"), [("end", 0), ("fail", 7), ("killed", 128 + signal.SIGKILL)])
-def test_exit_status_is_that_of_failed_rank(act: str, status: int, tmp_path: Path) -> None:
+def test_exit_status_is_that_of_failed_rank(
+    act: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The other ranks, which would wait forever, are stopped."""
-    process = start_ranks(tmp_path, act)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == status, errors
+    assert launch_act(str(tmp_path), act) == status
     if act == "end":
-        assert sorted(output.splitlines()) == ["0 2 0 True", "1 2 1 True"]
+        assert sorted(capfd.readouterr().out.splitlines()) == ["0 2 0 True", "1 2 1 True"]
 
 
 def test_ranks_exit_with_their_launcher(tmp_path: Path) -> None:
     """The launcher is killed without a chance to stop them."""
-    process = start_ranks(tmp_path, "wait")
-    deadline = time.monotonic() + 120
-    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    process = fork_server().Process(target=launch_act, args=(str(tmp_path), "wait"))
+    process.start()
+    until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)) or not process.is_alive())
+    children = psutil.Process(process.pid).children()
     process.kill()
-    process.wait()
-    while any(os.path.exists(f"/proc/{child}/cmdline") and Path(f"/proc/{child}/cmdline").read_bytes()
-              for child in children):  # fmt: skip
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process.join()
     assert len(children) == 2
+    assert not psutil.wait_procs(children, timeout=120)[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)])
 def test_signals_stop_all_ranks_with_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """The current step is finished first."""
-    with training(tmp_path, *SMALL, "--nproc", "2", "--max_steps", "100000", "--out", "o") as process:
-        process.send_signal(number)
-        assert process.stderr is not None
-        assert process.stderr.read().count("stopping after this step") == 1
-        assert process.wait(300) == 128 + number
+    log = tmp_path / "o/steps.jsonl"
+
+    def send() -> None:
+        until(lambda: log.exists() and log.read_text())
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(number, lambda *_: None)  # a late signal must not end this process
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        ended = run_ranks(*SMALL, "--max_steps", "100000", "--out", "o")
+    finally:
+        sender.join()
+        signal.signal(number, before)
+    assert ended.status == 128 + number
+    assert ended.errors.count("stopping after this step") == 1
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert (summary["world_size"], summary["interrupted"]) == (2, True)
     assert summary["checkpointed_step"] == summary["steps"]
@@ -87,24 +94,21 @@ def test_signals_stop_all_ranks_with_checkpoint(number: signal.Signals, tmp_path
 @pytest.mark.wide
 def test_torchrun_passes_on_warning_of_slurm(tmp_path: Path) -> None:
     """Without `--signals-to-handle`, SIGUSR1 ends torchrun."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=300"]
-    launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "-m", "infinity_tools"]
-    command = [*SMALL, "--max_steps", "100000", "--out", "o"]
-    with training(tmp_path, *command, program=launcher) as process:
-        process.send_signal(signal.SIGUSR1)
-        assert process.stderr is not None
-        assert "stopping after this step" in process.stderr.read()
-        assert process.wait(300) != 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--shutdown-timeout=300", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "-m", "infinity_tools"]
+    command += [*SMALL, "--max_steps", "100000", "--out", "o"]
+    with subprocess.Popen(command, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while "step 1/" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGUSR1)
+            assert "stopping after this step" in process.stderr.read()
+            assert process.wait(300) != 0
+        finally:
+            process.kill()
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert summary["interrupted"]
     assert summary["checkpointed_step"] == summary["steps"]
-
-
-@pytest.mark.wide
-def test_invalid_option_is_reported_by_one_rank(tmp_path: Path) -> None:
-    ended = run_process(tmp_path, *SMALL, "--nproc", "2", "--host-memory", "64KiB", "--out", "o")
-    assert ended.status == 2
-    assert ended.errors.count("the host cache is too small") == 1
 
 
 def test_nproc_under_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from infinity.ranks import Ranks
 from infinity_tools.train import resume
 from infinity_tools.train.callbacks import _set_learning_rate
-from support.command import SMALL, Finished, run_here, run_process
+from support.command import SMALL, Finished, run_here, run_ranks
 
 TRAIN = [*SMALL, "--lr_scheduler_type", "constant", "--out", "o"]
 
@@ -72,33 +72,38 @@ def test_resume_auto_starts_or_resumes_run(tmp_path: Path) -> None:
     assert len(list((tmp_path / "n").glob("*/checkpoints"))) == 1
 
 
-@pytest.mark.parametrize("state", ["damaged", "part of the ranks", "no marker", "other drive"])
-def test_resume_auto_rejects_unusable_checkpoint(state: str, tmp_path: Path) -> None:
+def test_resume_auto_rejects_unusable_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """No new run is started, and nothing is changed."""
-    folders = ["--nvme", "p", "--nvme", "q"] if state == "other drive" else []
     for name in ("p", "q"):
         (tmp_path / name).mkdir()
-    run_here(*TRAIN, "--max_steps", "2", *folders)
-    manifest = next(tmp_path.glob("*/**/checkpoints/step*.json"))
-    if state == "damaged":
-        manifest.write_bytes(manifest.read_bytes()[:-100])
-    elif state == "part of the ranks":
-        manifest.rename(manifest.with_name(manifest.name.replace("-of-00001", "-of-00002")))
-    elif state == "no marker":
-        (manifest.parent.parent / "infinity.run").unlink()
-    else:
-        shutil.rmtree(tmp_path / "p")
-        folders = ["--nvme", "q"]
-    before = sorted(tmp_path.glob("*/nvme/**/*"))
-    ended = run_here(*TRAIN, *folders, "--max_steps", "3", "--resume", "auto")
-    assert ended.status == 2, ended.errors
-    assert sorted(tmp_path.glob("*/nvme/**/*")) == before
+    run_here(*TRAIN, "--max_steps", "2", "--nvme", "p", "--nvme", "q")
+    (manifest,) = tmp_path.glob("p/**/checkpoints/step*.json")
+    marker, other = manifest.parent.parent / "infinity.run", manifest.name.replace("-of-00001", "-of-00002")
+    content = {file: file.read_bytes() for file in (manifest, marker)}
+    for state, damage in {
+        "damaged": lambda: manifest.write_bytes(content[manifest][:-100]),
+        "part of the ranks": lambda: manifest.rename(manifest.with_name(other)),
+        "no marker": marker.unlink,
+        "other drive": lambda: shutil.rmtree(tmp_path / "p"),
+    }.items():
+        with subtests.test(state):
+            damage()
+            before = sorted(tmp_path.glob("[pq]/**/*"))
+            folders = ["--nvme", "q"] if state == "other drive" else ["--nvme", "p", "--nvme", "q"]
+            ended = run_here(*TRAIN, *folders, "--max_steps", "3", "--resume", "auto")
+            assert ended.status == 2, ended.errors
+            assert sorted(tmp_path.glob("[pq]/**/*")) == before
+            if state == "part of the ranks":
+                manifest.with_name(other).unlink()
+            for file, kept in content.items():
+                if file.parent.is_dir():
+                    file.write_bytes(kept)
 
 
 @pytest.mark.wide
-def test_ranks_resume_together_and_their_number_changes(tmp_path: Path) -> None:
-    first = run_process(tmp_path, *TRAIN, "--resume", "auto", "--json", "--max_steps", "1", ranks=2).summary
-    second = run_process(tmp_path, *TRAIN, "--resume", "auto", "--json", "--max_steps", "2", ranks=2).summary
+def test_ranks_resume_together_and_their_number_changes() -> None:
+    first = run_ranks(*TRAIN, "--resume", "auto", "--json", "--max_steps", "1").summary
+    second = run_ranks(*TRAIN, "--resume", "auto", "--json", "--max_steps", "2").summary
     assert (first["first_step"], second["first_step"]) == (1, 2)
     assert first["run_id"] == second["run_id"]
     few = ["train", "--resume", "--out", "o", "--json", "--max_steps", "3"]
@@ -178,6 +183,10 @@ def test_run_without_checkpoints_removes_its_state(option: str, tmp_path: Path) 
     assert "no state was kept on NVMe" in ended.output
     assert not list((tmp_path / "o").glob("nvme/*"))
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
+    if option == "--save_strategy=no":
+        again = run_here(*TRAIN, "--max_steps", "2", option, "--resume", "auto", "--json")
+        assert again.summary["first_step"] == 1
+        assert len(rows(tmp_path / "o")) == 2, "the log of the earlier run is replaced"
 
 
 def test_resume_selects_checkpoint_and_logs_every_step_once(tmp_path: Path) -> None:

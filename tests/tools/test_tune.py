@@ -1,238 +1,152 @@
-"""Tests of `infinity tune` with a real model: results, resuming and cleanup."""
+"""Tests of `infinity tune`: results, stopped searches and cleanup, with real trials and with simulated ones."""
 
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
+import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from infinity import Config, load_config
 from infinity_tools.trial_folders import PREFIX, trial_folders
+from infinity_tools.tune import tuning
 from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.trial import Trials, Workload
-from support.command import environment, run_here
+from support.command import run_here
+from support.daemon_process import until
 
 SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]
-SMALL += ["--nvme", "nvme", "--out", "tuned"]
+SMALL += ["--out", "tuned"]
 
 
-def leftovers(folder: Path) -> list[str]:
-    """Return the trial folders and stats files that remain."""
-    return [str(path) for path in folder.rglob("*") if path.name.startswith(PREFIX) or path.suffix == ".stats"]
-
-
-def workers(pid: int) -> list[psutil.Process]:
-    """Return the processes that a search has started."""
-    return psutil.Process(pid).children(recursive=True)
-
-
-def begin(folder: Path, *more: str, minutes: str = "10") -> subprocess.Popen[str]:
-    """Start a long search and wait until a trial has files on the drive."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", minutes, *more],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, env=environment(folder / "tmp"), text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while not list(folder.glob(f"nvme/{PREFIX}*/runs/*/*.pages")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return process
-
-
-def ended(processes: list[psutil.Process]) -> bool:
-    """Return whether all processes exit in time."""
-    return not psutil.wait_procs(processes, timeout=600)[1]
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Return a folder in which a search has run, and its JSON output."""
-    folder = tmp_path_factory.mktemp("tuned")
-    (folder / "tmp").mkdir()
-    (folder / "nvme").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", "0.1", "--repeats", "1", "--json"],
-        capture_output=True, text=True, cwd=folder, env=environment(folder / "tmp"), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return folder, json.loads(done.stdout)
-
-
-def test_tune_writes_journal_plot_and_json(tuned: tuple[Path, dict[str, Any]]) -> None:
-    """The stored results match the output of `--json`."""
-    folder, summary = tuned
-    stored = json.loads((folder / "tuned/tune.json").read_text())
-    journal = stored.pop("journal")
-    assert stored == summary
-    assert journal[0]["role"] == "start"
-    assert journal[0]["outcome"]["seconds"] > 0
-    assert sum(summary["trials"].values()) == len(journal)
-    assert summary["written_bytes"] > summary["parameters"] * 14, "every trial stores the model"
-    assert (folder / "tuned/tune.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((folder / "tuned/trials.json").read_text())["trials"]) == len(journal)
-    assert summary["faster"] == (summary["best"] != summary["start"])
-    if not summary["faster"]:
-        assert summary["gain"]["over_start"] == 1.0
-
-
-def test_finished_search_removes_trial_files(tuned: tuple[Path, dict[str, Any]]) -> None:
-    """Stats files are removed as well."""
-    folder, _ = tuned
-    assert leftovers(folder) == []
-    assert list((folder / "nvme").iterdir()) == []
-
-
-def test_train_uses_tuned_settings(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, summary = tuned
-    monkeypatch.chdir(folder)
-    settings = load_config("tuned/infinity.toml")
-    assert settings.storage.paths == (str(folder / "nvme"),)
-    assert settings.memory.host_bytes == summary["best"]["memory.host_bytes"] <= 2 << 20
-    words = ["--model", "tiny", "--max_length", "32", "--max_steps", "1", "--out", "out", "--json"]
-    done = run_here("train", "--config", "tuned/infinity.toml", *words)
-    assert done.status == 0, done.errors
-    assert done.summary["nvme_paths"] == [str((folder / "nvme").resolve())]
-
-
-def test_resume_reuses_completed_trials(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the same time limit, no new trial is run; a different search is rejected."""
-    folder, summary = tuned
-    monkeypatch.chdir(folder)
-    journal = folder / "tuned/trials.json"
-    before = journal.read_text()
-    again = run_here(*SMALL, "--minutes", "0.1", "--repeats", "1", "--json", "--resume")
-    assert again.status == 0, again.errors
-    assert again.summary["trials"] == summary["trials"]
-    assert again.summary["best"] == summary["best"]
-    assert journal.read_text() == before
-    rejected = run_here(*SMALL, "--minutes", "0.1")
-    assert rejected.status == 2
-    assert "pass --resume" in rejected.errors
-    other = run_here(*SMALL, "--minutes", "0.1", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
-    assert other.status == 2
-    assert "batch-tokens 128 (was 64)" in other.errors
-    assert "host-memory 3145728 (was 2097152)" in other.errors
-    assert journal.read_text() == before
-
-
-def test_stopped_search_keeps_only_its_journal(tmp_path: Path) -> None:
-    """No process or folder remains, also if Ctrl-C in a terminal signals all processes."""
-    for number, everyone in ((signal.SIGTERM, False), (signal.SIGINT, True)):
-        process = begin(tmp_path)
-        wait_for_trials(process, tmp_path, lambda rows: len(rows) > 0)  # there is no journal before
-        started = workers(process.pid)
-        assert started
-        for one in (*(started if everyone else ()), psutil.Process(process.pid)):
-            one.send_signal(number)
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 128 + number, errors
-        assert "Traceback" not in errors
-        assert "stopped: " in errors
-        assert ended(started)
-        assert leftovers(tmp_path) == []
-        assert not (tmp_path / "nvme").exists(), "the search created the folder"
-        (journal,) = (tmp_path / "tuned").iterdir()
-        journal.unlink()
-
-
-def test_worker_cleans_up_after_killed_search(tmp_path: Path) -> None:
-    """The worker notices, closes its run and removes the folders."""
-    process = begin(tmp_path)
-    started = workers(process.pid)
-    process.kill()
-    assert ended(started)
-    process.communicate(timeout=600)
-    assert leftovers(tmp_path) == []
-
-
-def test_next_search_removes_leftovers_of_killed_search(tmp_path: Path) -> None:
-    process = begin(tmp_path)
-    started = workers(process.pid)
-    for one in (*started, psutil.Process(process.pid)):
-        one.kill()
-    process.communicate(timeout=600)
-    assert ended(started)
-    assert leftovers(tmp_path / "nvme")
-    telemetry = load_config(None).telemetry
-    with trial_folders([str(tmp_path / "nvme")], telemetry):
-        assert len(list((tmp_path / "nvme").iterdir())) == 1
-    assert list((tmp_path / "nvme").iterdir()) == []
-
-
-def test_killed_trial_is_recorded_as_failed(tmp_path: Path) -> None:
-    """The search continues in a new process."""
-    process = begin(tmp_path)
-    assert len(wait_for_trials(process, tmp_path, lambda rows: len(rows) > 0)) == 1, "the second trial is running"
-    (worker,) = [one for one in workers(process.pid) if "spawn_main" in " ".join(one.cmdline())]
-    worker.kill()
-    kinds = partial(map, lambda row: row["outcome"]["kind"])
-    rows = wait_for_trials(
-        process, tmp_path, lambda rows: "measured" in kinds(rows[2:])
-    )  # it may skip unpromising candidates
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert (process.returncode, "Traceback" in errors) == (128 + signal.SIGINT, False)
-    assert [*kinds(rows[:2])] == ["measured", "failed"]
-    assert rows[1]["outcome"]["reason"] == "the trial process was killed (out of memory?)"
-    assert leftovers(tmp_path) == []
-
-
-def wait_for_trials(
-    process: subprocess.Popen[str], folder: Path, done: Callable[[list[dict[str, Any]]], bool]
-) -> list[dict[str, Any]]:
-    """Wait until the trials in the journal satisfy `done`, and return them."""
-    journal, deadline = folder / "tuned/trials.json", time.monotonic() + 300
-    rows: list[dict[str, Any]] = []
-    while not done(rows):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        if journal.exists():
-            rows = json.loads(journal.read_text())["trials"]
-    return rows
-
-
-def test_settings_file_is_kept_except_tuned_settings(tmp_path: Path) -> None:
-    """Clipping excludes updates in backward, and the storage paths may come from the file."""
+def test_search_with_real_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that are not tuned are kept, and no trial files remain."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "start.toml").write_text(
         '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n'
         '[run]\nretained_checkpoints = 2\nresume = "latest"\n'
         '[telemetry]\ntimeline = "trace.json"\n'
     )
-    words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.05"]
-    words += ["--max-grad-norm", "1", "--micro-tokens", "32", "--loss-tokens", "10", "--activations", "nvme"]
-    done = run_here(*words, "--allow-format", "split", "--repeats", "1")
-    assert done.status == 0, done.errors
+    words = [*SMALL, "--config", "start.toml", "--minutes", "0.05", "--max-grad-norm", "1", "--micro-tokens", "32"]
+    words += ["--loss-tokens", "10", "--activations", "nvme", "--allow-format", "split", "--repeats", "1", "--json"]
+    done = run_here(*words)
+    assert (done.status, done.errors) == (0, "")
+    stored = json.loads((tmp_path / "tuned/tune.json").read_text())
+    journal = stored.pop("journal")
+    assert stored == done.summary
+    assert (journal[0]["role"], journal[0]["candidate"]["storage.queue_depth"]) == ("start", 8)
+    assert journal[0]["outcome"]["seconds"] > 0
+    assert sum(stored["trials"].values()) == len(journal)
+    assert stored["written_bytes"] > stored["parameters"] * 14, "every trial stores the model"
     found = load_config("tuned/infinity.toml")
     assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (found.storage.retries, found.run.retained_checkpoints, found.run.resume) == (5, 2, "latest")
     assert found.activations.tier == "nvme"
-    rows = json.loads((tmp_path / "tuned/trials.json").read_text())["trials"]
-    assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], (
-        "the second trial requires enough time"
-    )
-    assert rows[0]["candidate"]["storage.queue_depth"] == 8
-    measured = [row["outcome"] for row in rows if row["outcome"]["kind"] == "measured"]
-    assert {row["effective"]["update.schedule"] for row in measured} == {"in_forward"}
-    assert not (tmp_path / "trace.json").exists(), "trials write no timeline"
-    assert not (tmp_path / "a").exists(), "the search created the folder"
-    assert "--loss-tokens" in done.output.splitlines()[-1]
-    again = run_here(*words[:-3], "20", "--activations", "device", "--resume")
-    assert "loss-tokens 20 (was 10)" in again.errors
-    assert "activations device (was nvme)" in again.errors
-    assert " the start" in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["start.toml", "tmp", "tuned"]
+    assert not list(tmp_path.rglob("*.stats"))
+
+
+class SimulatedWorker:
+    """Worker whose steps take half as long with 64 requests in flight. A signal arrives after `left` trials."""
+
+    facts: ClassVar = {"model": "tiny", "parameters": 1, "dtype": "fp32", "device": "cpu", "torch": "2"}
+    left = sys.maxsize
+
+    def __init__(self, *_: object) -> None:
+        self.trials = 0
+
+    def __enter__(self) -> SimulatedWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def measure(self, candidate: dict[str, Any], bounds: Bounds) -> Outcome:
+        self.trials += 1
+        if self.trials > self.left:
+            raise SystemExit(130)
+        return Outcome(kind="measured", seconds=0.5 if candidate["storage.queue_depth"] == 64 else 1.0)
+
+
+def test_best_settings_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that is stopped writes the best settings so far, if a candidate was faster."""
+    monkeypatch.setattr(tuning, "Worker", SimulatedWorker)
+    done = run_here(*SMALL, "--nvme", "nvme")
+    assert done.status == 0, done.errors
+    assert "2.00 times as fast as the defaults (2.00 to 2.00 in 3 rounds): 1 → 0.5 s per step" in done.output
+    assert load_config("tuned/infinity.toml").storage.queue_depth == 64
+    summary = json.loads(Path("tuned/tune.json").read_text())
+    assert summary["changes"] == {"storage.queue_depth": 64}
+    assert Path("tuned/tune.png").read_bytes().startswith(b"\x89PNG")
+    assert "--config tuned/infinity.toml" in done.output
+    for left, files in ((2, []), (len(summary["journal"]) - 1, ["infinity.toml"])):
+        shutil.rmtree("tuned", ignore_errors=True)
+        monkeypatch.setattr(SimulatedWorker, "left", left)
+        done = run_here(*SMALL, "--nvme", "nvme")
+        assert done.status == 130
+        assert [path.name for path in Path().glob("tuned/*")] == files
+        assert ("queue_depth 64" in done.errors.splitlines()[-1]) == bool(files), done.errors
+    assert load_config("tuned/infinity.toml").storage.queue_depth == 64
+    assert not Path("nvme").exists()
+
+
+def search(folder: Path) -> None:
+    """Search until a signal arrives, and write the error output to a file."""
+    done = run_here(*SMALL, "--nvme", "nvme", "--minutes", "10")
+    (folder / "errors").write_text(done.errors)
+    sys.exit(done.status)
+
+
+def begin(folder: Path) -> tuple[BaseProcess, list[psutil.Process]]:
+    """Start a search, wait until a trial has files on the drive, and return its process and its child processes."""
+    process = multiprocessing.get_context("fork").Process(target=search, args=(folder,))
+    process.start()
+    until(lambda: list(folder.glob(f"nvme/{PREFIX}*/runs/*/*.pages")) or not process.is_alive())
+    assert process.is_alive(), (folder / "errors").read_text()
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return the trial folders and stats files that remain."""
+    return [path for path in folder.rglob("*") if path.name.startswith(PREFIX) or path.suffix == ".stats"]
+
+
+def test_stopped_search_leaves_neither_processes_nor_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a terminal signals all processes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    process, started = begin(tmp_path)
+    for one in (*started, psutil.Process(process.pid)):
+        one.send_signal(signal.SIGINT)
+    process.join(600)
+    assert process.exitcode == 128 + signal.SIGINT
+    assert "stopped: " in (tmp_path / "errors").read_text()
+    assert not psutil.wait_procs(started, timeout=600)[1]
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "nvme").exists(), "the search created the folder"
+
+
+@pytest.mark.parametrize("everyone", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_files_of_killed_search_are_removed(everyone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker removes them or, if it was killed too, the next search."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    process, started = begin(tmp_path)
+    for one in (*(started if everyone else ()), psutil.Process(process.pid)):
+        one.kill()
+    process.join(600)
+    assert not psutil.wait_procs(started, timeout=600)[1]
+    assert bool(leftovers(tmp_path)) == everyone
+    (tmp_path / "nvme").mkdir(exist_ok=True)
+    with trial_folders([str(tmp_path / "nvme")], Config().telemetry):
+        assert len(list((tmp_path / "nvme").iterdir())) == 1
+    assert leftovers(tmp_path / "nvme") == []
 
 
 def test_trials_use_training_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +161,11 @@ def test_trials_use_training_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return outcome
 
     monkeypatch.setattr(Trials, "_measure", look)
+    monkeypatch.setattr("infinity_tools.tune.trial._LEAST_SECONDS", 0.0)
     workload = Workload(model="tiny", dtype="bf16", activation_checkpointing=True, batch_tokens=512, micro_tokens=None,
-                        loss_tokens=100, seq=32, max_grad_norm=None, threads=1)  # fmt: skip
+                        loss_tokens=100, seq=32, max_grad_norm=1.0, threads=1)  # fmt: skip
     outcome = Trials(workload).run(settings, {}, [str(tmp_path)], Bounds())
-    assert outcome.kind == "measured", outcome.reason
+    assert (outcome.kind, outcome.effective["update.schedule"]) == ("measured", "in_forward"), outcome.reason
     ((tokens, kept),) = seen
     assert tokens == 100
     assert kept > 0

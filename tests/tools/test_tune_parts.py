@@ -1,12 +1,11 @@
-"""Tests of the parts of `infinity tune` without a model: journal, files, folders and progress view."""
+"""Tests of the parts of `infinity tune` without a model: files, folders, trial process and progress view."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import time
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,18 @@ from rich.console import Console
 
 from infinity import Config
 from infinity.errors import ConfigError, InfinityError
+from infinity.store.marker import new_run_id
 from infinity_tools import trial_folders
 from infinity_tools.tune import trial_worker, tune_command
-from infinity_tools.tune.journal import Journal
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
 from infinity_tools.tune.progress_view import View
-from infinity_tools.tune.search_space import candidate_of, describe
+from infinity_tools.tune.search_space import candidate_of
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.trial_worker import Worker
 from infinity_tools.tune.tune_report import effects
 from support.command import run_here
 
 START = candidate_of(Config(), 2 << 30)
-ABOUT = {"model": "tiny", **START, "nvme": ["/nvme0/run"]}
 OUTCOME = Outcome(kind="measured", seconds=0.5, effective={"update.cores": 1}, wall=2.0)
 
 
@@ -38,67 +36,6 @@ def test_unwritable_settings_file_is_reported(tmp_path: Path) -> None:
     for out, why in (("tuned", "infinity.toml cannot be written"), ("x" * 300, "cannot be created: File name too")):
         ended = run_here("tune", "--model", "tiny", "--nvme", "nvme", "--out", out)
         assert (ended.status, why in " ".join(ended.errors.split())) == (2, True), ended.errors
-
-
-def journal(folder: Path, *, resume: bool, about: dict[str, Any] = ABOUT) -> Journal:
-    """Open the journal of a folder."""
-    return Journal(folder / "trials.json", about, time.monotonic(), resume=resume)
-
-
-def depths(file: Path) -> list[int]:
-    """Return the queue depths of the trials in a journal."""
-    return [row["candidate"]["storage.queue_depth"] for row in json.loads(file.read_text())["trials"]]
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """Return the file of a journal with two trials."""
-    made = journal(tmp_path, resume=False)
-    made.add("start", START, OUTCOME)
-    made.add("change", {**START, "storage.queue_depth": 64}, Outcome(kind="failed", reason="[no] room"))
-    return tmp_path / "trials.json"
-
-
-def test_journal_replays_recorded_trials(file: Path) -> None:
-    """Trials are replayed in order, and new ones are appended."""
-    before = file.read_text()
-    again = journal(file.parent, resume=True)
-    assert again.clock() == 0.0
-    assert again.answer("start", START) == OUTCOME
-    assert again.answer("change", {**START, "storage.queue_depth": 64}) == Outcome(kind="failed", reason="[no] room")
-    assert again.answer("change", {**START, "storage.queue_depth": 16}) is None
-    assert file.read_text() == before
-    again.add("change", {**START, "storage.queue_depth": 16}, OUTCOME)
-    assert depths(file) == [32, 64, 16]
-
-
-def test_journal_drops_trials_that_are_not_replayed(file: Path) -> None:
-    """For example, a longer search omits the final comparison of a shorter one."""
-    again = journal(file.parent, resume=True)
-    assert again.answer("start", START) == OUTCOME
-    assert again.answer("change", {**START, "storage.queue_depth": 8}) is None
-    again.add("change", {**START, "storage.queue_depth": 8}, OUTCOME)
-    assert depths(file) == [32, 8]
-
-
-def test_journal_of_different_search_is_rejected(subtests: pytest.Subtests, file: Path) -> None:
-    """The message lists the differences, and the file is unchanged."""
-    before = file.read_text()
-    for changes, says in [
-        ({"model": "llama-1b"}, "model llama-1b (was tiny)"),
-        ({"nvme": ["/nvme1/run"]}, "nvme ['/nvme1/run'] (was ['/nvme0/run'])"),
-        ({"storage.queue_depth": 1}, "storage.queue_depth 1 (was 32)"),
-    ]:
-        with subtests.test(says), pytest.raises(ConfigError, match=re.escape(says)):
-            journal(file.parent, resume=True, about={**ABOUT, **changes})
-        assert file.read_text() == before
-
-
-def test_invalid_journal_is_rejected(subtests: pytest.Subtests, file: Path) -> None:
-    for content in ["", "[]", '{"search": {}}', '{"search": {}, "trials": [{}]}', file.read_text()[:-9]]:
-        file.write_text(content)
-        with subtests.test(content), pytest.raises(ConfigError, match=r"trials\.json .*`infinity tune`"):
-            journal(file.parent, resume=True)
 
 
 def test_trial_folders_of_other_users_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +84,35 @@ def _die(pipe: Any, *arguments: Any) -> None:
     os._exit(3)
 
 
+def _die_in_first_trial(pipe: Any, workload: Workload, settings: Config, folders: Any) -> None:
+    pipe.send(("ready", {}))
+    while True:
+        candidate, _ = pipe.recv()
+        if candidate == START:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send(OUTCOME)
+
+
+WORKLOAD = Workload(model="tiny", dtype="auto", activation_checkpointing=False, batch_tokens=64, micro_tokens=None,
+                    loss_tokens=None, seq=32, max_grad_norm=None, threads=1)  # fmt: skip
+
+
 def test_worker_exit_at_startup_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_worker, "serve", _die)
-    workload = Workload(model="tiny", dtype="auto", activation_checkpointing=False, batch_tokens=64, micro_tokens=None,
-                        loss_tokens=None, seq=32, max_grad_norm=None, threads=1)  # fmt: skip
-    with Worker(workload, Config(), []) as started:
-        with pytest.raises(InfinityError, match="ended with status 3"):
-            started.start()
-        with pytest.raises(InfinityError, match="ended with status 3"):
-            started.measure(START, Bounds())
+    with Worker(WORKLOAD, Config(), []) as started, pytest.raises(InfinityError, match="ended with status 3"):
+        started.start()
+
+
+def test_killed_trial_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are removed, and the next trial runs in a new process."""
+    monkeypatch.setattr(trial_worker, "serve", _die_in_first_trial)
+    with Worker(WORKLOAD, Config(), [str(tmp_path / "runs")]) as worker:
+        worker.start()
+        (tmp_path / "runs" / new_run_id()).mkdir(parents=True)
+        failed = worker.measure(START, Bounds())
+        assert (failed.kind, failed.reason) == ("failed", "the trial process was killed (out of memory?)")
+        assert list((tmp_path / "runs").iterdir()) == []
+        assert worker.measure({**START, "storage.queue_depth": 1}, Bounds()) == OUTCOME
 
 
 def test_train_command_matches_workload() -> None:
@@ -214,9 +171,3 @@ def test_progress_without_terminal_prints_lines() -> None:
         said = console.file.getvalue()
         assert len(said.splitlines()) == lines
         assert silent or said.endswith("10.0% less time per step with engine [red]threads\n")
-
-
-def test_describe_formats_settings() -> None:
-    changes = {"memory.page_bytes": 0, "update.cores": -1, "storage.request_bytes": 1 << 20, "state.format": "split"}
-    assert describe(changes) == "page_bytes automatic, cores auto, request_bytes 1 MiB, format split"
-    assert describe({}, "the start") == "the start"

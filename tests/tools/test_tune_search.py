@@ -197,13 +197,6 @@ def test_candidates_with_slow_predictions_are_skipped() -> None:
     assert not found.is_faster
 
 
-def test_search_is_deterministic() -> None:
-    """Therefore, a journal can replay completed trials."""
-    first, second = Landscape(grid(1), 7), Landscape(grid(1), 7)
-    assert first.search(60 * TRIAL) == second.search(60 * TRIAL)
-    assert first.asked == second.asked
-
-
 def space_of(effective: Mapping[str, Any] | None = None, **limits: Any) -> Space:
     """Return the real search space, starting at the defaults."""
     limits = {"host_bytes": 2 * GIB, "cores": 2, **limits}
@@ -213,14 +206,6 @@ def space_of(effective: Mapping[str, Any] | None = None, **limits: Any) -> Space
 def values(space: Space, name: str) -> tuple[Any, ...]:
     """Return the values of a setting, or an empty tuple if it is not tuned."""
     return next((setting.values for setting in space.settings if setting.name == name), ())
-
-
-def test_host_memory_is_never_exceeded() -> None:
-    """Pages are small enough for eight cache slots."""
-    for host in (1 * MIB, 64 * MIB, GIB):
-        space = space_of(host_bytes=host)
-        assert max((*values(space, "memory.host_bytes"), host)) == host
-        assert all(page <= host // 8 for page in values(space, "memory.page_bytes"))
 
 
 def test_state_formats_require_permission() -> None:

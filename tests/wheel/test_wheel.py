@@ -155,7 +155,7 @@ def test_commands_run_as_another_user(full_environment: Environment, work_folder
     assert {file.name for file in out.iterdir()} >= {"summary.json", "summary.png", "steps.jsonl"}
     assert not [*(work_folder / "readonly").iterdir()]
     assert out.stat().st_uid == (65534 if os.geteuid() == 0 else os.geteuid())
-    for command, expected in ((["infinity", "version"], infinity.__version__), (["infinityd", "--help"], "--port")):
+    for command, expected in ((["infinity", "--version"], infinity.__version__), (["infinityd", "--help"], "--port")):
         done = full_environment.run(*command)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout

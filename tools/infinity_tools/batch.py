@@ -1,31 +1,14 @@
-"""Batch options of `infinity plan` and `infinity tune`, in tokens, and the corresponding ones of `infinity train`."""
+"""Batch options of `infinity tune`, in tokens, and the corresponding ones of `infinity train`."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from infinity.errors import ConfigError
 from infinity_tools.presets import ModelSource
 
-
-class Batch(Protocol):
-    """Options that define the tokens of a step."""
-
-    @property
-    def batch_tokens(self) -> int: ...
-
-    @property
-    def micro_tokens(self) -> int | None: ...
-
-    @property
-    def seq(self) -> int: ...
-
-
-def check_sequences(options: Batch) -> None:
-    """Check that the batch is a whole number of sequences. Raises `ConfigError`."""
-    if options.batch_tokens % options.seq:
-        near = max(1, round(options.batch_tokens / options.seq)) * options.seq
-        raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
+if TYPE_CHECKING:
+    from infinity_tools.tune.trial import Workload
 
 
 def why_not_sliced(loss_tokens: int | None) -> str:
@@ -33,7 +16,7 @@ def why_not_sliced(loss_tokens: int | None) -> str:
     return "it has no counterpart of --loss-tokens; omit the option" if loss_tokens is not None else ""
 
 
-def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
+def check_batch(options: Workload, source: ModelSource, world_size: int) -> None:
     """Check that the batch can be divided among the ranks and suits the model. Raises `ConfigError`."""
     sequences = options.batch_tokens // options.seq
     if sequences % world_size:
@@ -67,7 +50,7 @@ def check_language_model(source: ModelSource) -> None:
         raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
 
 
-def batch_words(batch: Batch, ranks: int, *, checkpointing: bool) -> list[str]:
+def batch_words(batch: Workload, ranks: int, *, checkpointing: bool) -> list[str]:
     """Return the options of `infinity train` that define the computation of a step."""
     each = batch.batch_tokens // ranks
     micro = each if batch.micro_tokens is None else batch.micro_tokens

@@ -29,7 +29,6 @@ COMMANDS: Final = {
     "status": "infinity_tools.status:status",
     "top": "infinity_tools.top.top_command:top",
     "migrate": "infinity_tools.migrate.migrate_command:migrate",
-    "version": "infinity_tools.version:version",
 }
 """Location of each command, in the order of the help: a function, or a `Typer` app for commands with special parsing.
 """

@@ -57,13 +57,6 @@ def export(
         Path | None,
         typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]"),
     ] = None,
-    companions: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with a tokenizer, generation_config.json etc. to copy into the safetensors folder. [default: "
-            "the run's tokenizer, and the other files of its initial weights]"
-        ),
-    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
@@ -78,19 +71,11 @@ def export(
             raise ConfigError(f"--to {to!r} is not one of safetensors, dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-        if to == "dcp" and (
-            dtype not in ("loaded", "trained")
-            or merge
-            or file_size
-            or model_config is not None
-            or companions is not None
-        ):
+        if to == "dcp" and (dtype not in ("loaded", "trained") or merge or file_size or model_config is not None):
             raise ConfigError(
-                "--dtype, --merge, --file-size, --model-config and --companions require --to safetensors; dcp exports "
-                "the state as trained, with one file per tensor"
+                "--dtype, --merge, --file-size and --model-config require --to safetensors; dcp exports the state as "
+                "trained, with one file per tensor"
             )
-        if companions is not None and not os.path.isdir(companions):
-            raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.reader import CheckpointReader
         from infinity.content.views import torch_dtype
         from infinity.formats.adapters import ADAPTER_CONFIG
@@ -113,7 +98,7 @@ def export(
         if chosen.owner is not None:
             raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
         reader = CheckpointReader(chosen.folder, -1 if step is None else step)
-        config = _config(model_config, reader.extra)
+        config = None if model_config is None else _config(model_config)
         kept = Companions.of_run(chosen.folder.checkpoints)
         name = _DTYPES[dtype]
         if dtype == "loaded" and to == "safetensors" and not kept.adapters:
@@ -126,13 +111,7 @@ def export(
             chosen_dtype = torch_dtype(name) if name else None
             total = export_bytes(reader, chosen_dtype, merge=merge)
             write = partial(
-                export_safetensors,
-                reader,
-                config=config,
-                companions=companions,
-                dtype=chosen_dtype,
-                merge=merge,
-                file_bytes=file_bytes,
+                export_safetensors, reader, config=config, dtype=chosen_dtype, merge=merge, file_bytes=file_bytes
             )
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             task = bar.add_task("", total=total)
@@ -151,10 +130,7 @@ def export(
             )
 
 
-def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:
-    if file is None:
-        found = extra.get("model_config")
-        return found if isinstance(found, dict) else None
+def _config(file: Path) -> dict[str, Any]:
     try:
         config = json_format.loads(read_regular(os.path.realpath(file), _CONFIG_LIMIT))
     except (OSError, ValueError, RecursionError) as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from infinity import PagedOptimizer, torchrun
-from infinity.ranks import Ranks
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import OPS, ROLES
 
@@ -16,77 +15,6 @@ WARM_STEPS = 2
 """Number of initial steps that per-step figures exclude: the first records the trace, and the second fills the host
 cache.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """Measurements of one rank."""
-
-    node: int
-    """Index of the node. Ranks with the same index share a machine."""
-    records: tuple[StepRecord, ...]
-    """Record of each step."""
-    kernel: tuple[tuple[int, int] | None, ...]
-    """Bytes read and written in each step as counted by the operating system, or None if it does not count them."""
-    state_bytes: int
-    """Bytes of weights and optimizer state of this rank."""
-    host_cache_bytes: int
-    """Size of the host cache."""
-    stored_bytes: int
-    """Space of the rank's files on NVMe."""
-    peak_rss_bytes: int
-    """Peak resident memory of the process."""
-    read_bytes_total: int
-    """Bytes read from NVMe since the start."""
-    written_bytes_total: int
-    """Bytes written to NVMe since the start."""
-    retries_total: int
-    """Number of repeated NVMe requests."""
-    predicted_read_bytes: int
-    """Planned bytes read per step. 0 without a plan."""
-    predicted_written_bytes: int
-    """Planned bytes written per step. 0 without a plan."""
-    bandwidth: float
-    """Highest throughput of a step while it moved pages, in bytes per second. 0 if no step moved pages."""
-    predicted_seconds: float
-    """Planned seconds per step at this bandwidth. 0 without a plan or without traffic."""
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Planned bytes per step."""
-        return self.predicted_read_bytes + self.predicted_written_bytes
-
-
-@dataclass
-class KernelCounts:
-    """Bytes that this process reads from and writes to storage per step, as counted by the operating system."""
-
-    steps: list[tuple[int, int] | None] = field(default_factory=list)
-    """Bytes read and written in each step, or None if the operating system does not count them."""
-    _before: tuple[int, int] | None = None
-    """Bytes read and written since the start of the process, at the beginning of the step."""
-
-    def begin(self) -> None:
-        """Begin the first step."""
-        self._before = kernel_bytes()
-
-    def end(self) -> None:
-        """End a step and begin the next one."""
-        now, before = kernel_bytes(), self._before
-        self.steps.append((now[0] - before[0], now[1] - before[1]) if now and before else None)
-        self._before = now
-
-
-def kernel_bytes() -> tuple[int, int] | None:
-    """Return the bytes read and written so far from ``/proc/self/io``, or None if the operating system does not count
-    them.
-    """
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        counts = dict(line.split(": ") for line in lines)
-        return int(counts["read_bytes"]), int(counts["write_bytes"])
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def peak_rss() -> int:
@@ -114,29 +42,34 @@ def nvme_totals(optimizer: PagedOptimizer) -> tuple[int, int]:
     return read, written
 
 
-def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], ranks: Ranks) -> RankReport:
-    """Return the report of this rank. Call it while no transfers are in flight."""
+def report(optimizer: PagedOptimizer) -> dict[str, Any]:
+    """Return the measurements of this rank: the index of its node, the record of each step, the figures of the summary
+    that are summed over ranks, and the planned seconds per step. Call it while no transfers are in flight.
+
+    Planned figures are 0 without a plan. The bandwidth is the highest of any step while it moved pages.
+    """
     read, written = nvme_totals(optimizer)
     traffic = optimizer.run.plan.traffic if optimizer.run.plan is not None else None
     activations = optimizer.run.activation_traffic
     bandwidth, seconds = _rates(optimizer)
     page = optimizer.run.stats.snapshot()
-    return RankReport(
-        node=torchrun.number("GROUP_RANK", 0),
-        records=tuple(optimizer.records),
-        kernel=tuple(kernel),
-        state_bytes=optimizer.run.layout.state_bytes,
-        host_cache_bytes=int(page.value("tier_capacity_bytes", tier="host")),
-        stored_bytes=int(page.value("tier_capacity_bytes", tier="nvme")),
-        peak_rss_bytes=peak_rss(),
-        read_bytes_total=read,
-        written_bytes_total=written,
-        retries_total=sum(int(page.value("io_retries_total", op=op)) for op in OPS),
-        predicted_read_bytes=traffic.read_bytes + activations.read if traffic else 0,
-        predicted_written_bytes=traffic.written_bytes + activations.written if traffic else 0,
-        bandwidth=bandwidth,
-        predicted_seconds=seconds,
-    )
+    return {
+        "node": torchrun.number("GROUP_RANK", 0),
+        "records": tuple(optimizer.records),
+        "totals": {
+            "state_bytes": optimizer.run.layout.state_bytes,
+            "stored_bytes": int(page.value("tier_capacity_bytes", tier="nvme")),
+            "host_memory_bytes": int(page.value("tier_capacity_bytes", tier="host")),
+            "peak_rss_bytes": peak_rss(),
+            "predicted_read_bytes_per_step": traffic.read_bytes + activations.read if traffic else 0,
+            "predicted_written_bytes_per_step": traffic.written_bytes + activations.written if traffic else 0,
+            "nvme_bandwidth_bytes_per_second": bandwidth,
+            "nvme_read_bytes_total": read,
+            "nvme_written_bytes_total": written,
+            "nvme_retries_total": sum(int(page.value("io_retries_total", op=op)) for op in OPS),
+        },
+        "predicted_step_seconds": seconds,
+    }
 
 
 def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
@@ -145,7 +78,7 @@ def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def _rates(optimizer: PagedOptimizer) -> tuple[float, float]:
-    """Return the bandwidth and the planned seconds per step of a `RankReport`."""
+    """Return the bandwidth and the planned seconds per step of a report."""
     records = steady(optimizer.records)
     rates = [(r.read_bytes + r.written_bytes) / r.transfer_seconds for r in records if r.transfer_seconds]
     bandwidth = max(rates, default=0.0)

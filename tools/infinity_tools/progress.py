@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from rich.console import Console
 from rich.highlighter import RegexHighlighter
@@ -69,14 +68,14 @@ class StepView:
         return f"{short(self.tokens / self.seconds)} tok/s"
 
 
-class View(Protocol):
-    """Display of a run. A context manager that restores the terminal on exit."""
+class View:
+    """Display of a run, as a context manager that restores the terminal on exit. This one shows nothing."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> View:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
@@ -97,42 +96,16 @@ class View(Protocol):
 def open_view(console: Console, *, silent: bool) -> View:
     """Return a view: silent, a bar on a terminal, or lines elsewhere."""
     if silent:
-        return _Silence()
+        return View()
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
-class _Silence:
-    def __enter__(self) -> _Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def doing(self, text: str) -> None:
-        pass
-
-    def begin(self, done: int, total: int) -> None:
-        pass
-
-    def stepped(self, view: StepView) -> None:
-        pass
-
-    def evaluated(self, step: int, loss: float) -> None:
-        pass
-
-
-class _Lines(_Silence):
+class _Lines(View):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._total = 0  # last step of the run
         self._first = True  # whether no step has been shown yet
         self._last = 0.0  # time.monotonic() when the last line was printed
-
-    def __enter__(self) -> _Lines:
-        return self
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
@@ -157,7 +130,7 @@ class _Figures(RegexHighlighter):
     highlights: ClassVar[list[str]] = [r"loss (?P<bold>\S+)", r"(?P<cyan>[\d:]+ left)"]
 
 
-class _Bar:
+class _Bar(View):
     """Progress on one line that always fits. On narrow terminals the bar shrinks first, then the rates are dropped."""
 
     def __init__(self, console: Console) -> None:
@@ -177,9 +150,6 @@ class _Bar:
         self._total = 0  # last step of the run
         self._active: Progress | None = None  # the progress display on the screen
         self._task = TaskID(0)  # task of that display
-
-    def __enter__(self) -> _Bar:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._active is not None:

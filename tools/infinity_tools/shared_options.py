@@ -6,6 +6,7 @@ An option for a setting takes its help, range and default from the declaration o
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Any, Final
 
 import typer
@@ -77,3 +78,13 @@ def shared_option(name: str, panel: str | None = None) -> Any:
         panel: Heading under which the help lists the option.
     """
     return typer.Option(rich_help_panel=panel, **_OTHERS[name])
+
+
+def settings_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were passed as options, by dotted name.
+
+    Args:
+        options: Parameters of a command, by name.
+    """
+    named = {name: options.get(option[2:].replace("-", "_")) for name, option in SETTINGS.items()}
+    return {name: value for name, value in named.items() if value is not None}

@@ -28,7 +28,7 @@ def status(
 ) -> None:
     """Show the ranks, drives, reserved space and stale runs of this node, as known to infinityd."""
     folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
-    found = NodeDaemon(folder).ask("status")
+    found = NodeDaemon(folder).ask("state")
     if found is None:
         raise ConfigError(
             f"no infinityd of this user or root is running for {str(folder)!r}; start it, or pass --runtime-dir"
@@ -37,10 +37,11 @@ def status(
         typer.echo(json_format.dumps(found))
         return
     console = Console(highlight=False)
-    failing = [name for name, well in found["collectors"].items() if not well]
+    node = found["node"]
+    failing = [name for name, well in node["collectors"].items() if not well]
     console.print(
-        f"[bold]infinityd {found['version']}[/], process {found['pid']}, up for {age(found['started'])}, "
-        f"metrics on port {found['metrics_port']}"
+        f"[bold]infinityd {node['version']}[/], process {node['pid']}, up for {age(node['started'])}, "
+        f"metrics on port {node['metrics_port']}"
         + (f", [red]failed to collect {', '.join(failing)}[/]" if failing else ""),
         soft_wrap=True,
     )
@@ -58,33 +59,37 @@ def _tables(found: Mapping[str, Any]) -> tuple[Table, ...]:
 def _ranks(found: Mapping[str, Any]) -> Table:
     rows = (
         (
-            one["run_id"],
-            one["name"],
-            one["user"],
-            f"{one['rank']} of {one['world_size']}",
-            one["status"],
-            f"{one['steps']:.0f}",
-            str(one["pid"]),
+            run["id"],
+            run["name"],
+            run["user"],
+            f"{rank['rank']} of {run['world_size']}",
+            rank["status"],
+            f"{rank['steps']:.0f}",
+            str(rank["pid"]),
         )
-        for one in found["ranks"]
-    )  # fmt: skip
+        for run in found["runs"]
+        for rank in run["ranks"]
+    )
     return table("ranks", ("run", "name", "user", "rank", "", ">steps", ">process"), rows)
 
 
 def _drives(found: Mapping[str, Any]) -> Table:
-    headings = ("drive", ">free", ">read GB/s", ">write", ">mixed", ">measured", ">worn", ">days left", "folder")
-    return table("drives", headings, map(_drive, found["paths"]))
+    headings = ("drive", ">free", ">read GB/s", ">write", ">mixed", ">measured", ">worn", ">days left", "folders")
+    return table("drives", headings, (row for one in found["drives"] for row in _drive(one)))
 
 
-def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
+def _drive(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if "error" in one:
-        return "?", *[""] * 7, f"{one['path']}: {one['error']}"
-    profile = one["bandwidth"] or {}
+        yield "?", *[""] * 7, f"{one['name']}: {one['error']}"
+        return
+    profile, wear = one.get("profile", {}), one.get("wear", {})
     speeds = (f"{profile[load] / 1e9:.2f}" if profile.get(load) else "-" for load in ("read", "write", "mixed"))
     measured = f"{age(profile['measured'])} ago" if profile else "never"
-    worn = "-" if one["wear_ratio"] is None else f"{100 * one['wear_ratio']:.0f} %"
-    days = "-" if one["endurance_days"] is None else f"{one['endurance_days']:.0f}"
-    return one["device"], format_size(one["free"]), *speeds, measured, worn, days, one["path"]
+    worn = f"{100 * wear['ratio']:.0f} %" if "ratio" in wear else "-"
+    days = f"{wear['days']:.0f}" if "days" in wear else "-"
+    first, *others = one["paths"]
+    yield one["name"], format_size(one["free"]), *speeds, measured, worn, days, first
+    yield from ((*[""] * 8, folder) for folder in others)
 
 
 def _reservations(found: Mapping[str, Any]) -> Table:
@@ -105,5 +110,5 @@ def _stale_run(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if not one["complete"]:
         state += ", has folders elsewhere"
     first, *others = one["folders"]
-    yield one["run_id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", first
+    yield one["id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", first
     yield from (("", "", "", "", folder) for folder in others)

@@ -216,12 +216,8 @@ def gc(
                     typer.echo(f"{item.name}  {format_size(item.nbytes)}  {item.what}")
             question = f"remove {_counted(len(found), 'item')}"
             going = not dry_run and _confirmed(found, question, size, yes=yes, json=json)
-            if going:
-                agreed = {item.identity for item in found}
-                found = [item for item in waste(paths) if item.identity in agreed]
-                size = sum(item.nbytes for item in found)
-                for item in found:
-                    item.remove()
+            for item in found if going else ():
+                item.remove()
         if json:
             listed = [_waste(item) for item in found]
             told = {"waste": listed, "bytes": size, "removed": going, "passed_over": _live(live)}
@@ -304,9 +300,6 @@ def rm(
                     steps = ", ".join(str(checkpoint.step) for checkpoint in run.checkpoints) or "none"
                     typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  checkpoints: {steps}")
             _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
-            agreed = {run.identity for run in chosen}
-            chosen = [run for run in stored.stored_runs(paths) if run.identity in agreed]
-            size = sum(run.nbytes for run in chosen)
             for run in chosen:
                 stored.remove(run)
         if json:

@@ -95,11 +95,6 @@ class StoredRun:
         return self.folder.run_id
 
     @property
-    def identity(self) -> tuple[RunFolder, tuple[tuple[int, float], ...]]:
-        """Key that identifies the run together with its current checkpoints."""
-        return self.folder, tuple((checkpoint.step, checkpoint.created) for checkpoint in self.checkpoints)
-
-    @property
     def usable(self) -> tuple[Checkpoint, ...]:
         """Usable checkpoints, oldest first."""
         return tuple(checkpoint for checkpoint in self.checkpoints if not checkpoint.problem)
@@ -448,11 +443,6 @@ class Waste:
     def name(self) -> str:
         """Id of the run, or path of the first file."""
         return self.run.run_id if self.run is not None and not self.files else str(self.files[0])
-
-    @property
-    def identity(self) -> tuple[str, str, tuple[Path, ...]]:
-        """Key that identifies the same data in a later search."""
-        return self.what, self.run.run_id if self.run else "", self.files
 
     def remove(self) -> None:
         """Remove the data. Call it only while no run can start (see `no_starts`).

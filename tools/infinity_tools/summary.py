@@ -7,8 +7,9 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -18,59 +19,16 @@ from rich.table import Table
 
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
-from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import PARTS
 from infinity.units import format_number, format_size
 from infinity.untrusted_files import open_regular
-from infinity_tools.measure import WARM_STEPS, RankReport, steady
+from infinity_tools.measure import WARM_STEPS, steady
 from infinity_tools.progress import rate, short
 
 _log = logging.getLogger("infinity")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts about a run that are not counted per step."""
-
-    run_id: str
-    """Id of the run, which is also the name of its folders."""
-    model: str
-    """Value of `--model`."""
-    dtype: str
-    """Compute dtype."""
-    parameters: int
-    """Number of parameters of the whole model."""
-    world_size: int
-    """Number of ranks."""
-    first_step: int
-    """First step of this process, counted from the first step of the run."""
-    last_step: int
-    """Last step of this process."""
-    tokens_per_step: float
-    """Mean number of tokens per step, summed over all ranks. Padding does not count."""
-    micro_batches: int
-    """Micro-batches per rank per step."""
-    losses: tuple[tuple[int, float], ...]
-    """Steps, and the logged loss of each."""
-    io_engine: str
-    """I/O engine."""
-    update_schedule: str
-    """Update schedule."""
-    update_device: str
-    """Type of the device that runs the updates."""
-    nvme_paths: tuple[str, ...]
-    """Folders on NVMe."""
-    interrupted: bool
-    """``True`` if a signal ended the run early."""
-    checkpointed_step: int | None
-    """Step of the newest checkpoint, or None without a checkpoint."""
-    recipe: Mapping[str, Any]
-    """Recipe of the run."""
-    eval_losses: tuple[tuple[int, float], ...]
-    """Steps, and the evaluation loss after each."""
-
-
-def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
+def summarize(facts: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of `summary.json`.
 
     Bytes are sums over the ranks of this node, and seconds are means over them. Figures per step are means over the
@@ -78,54 +36,37 @@ def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     unless there are no others.
 
     Args:
-        facts: Facts about the run.
-        reports: Reports of the ranks of this node.
+        facts: Entries that are not counted per step: ids, settings, losses, first and last step of this process.
+        reports: Results of `measure.report` for the ranks of this node.
     """
-    records = reports[0].records
+    records = reports[0]["records"]
+    each = [report["totals"] for report in reports]
+    totals = {name: sum(figures[name] for figures in each) for name in each[0]}
 
-    def total(of: Callable[[RankReport], int]) -> int:
-        return sum(of(report) for report in reports)
+    def per_step(name: str) -> float:
+        of = attrgetter(name)
+        together = zip(*(steady(report["records"]) for report in reports), strict=True)
+        return fmean(sum(map(of, records)) for records in together)
 
-    def per_step(of: Callable[[StepRecord], float]) -> float:
-        return fmean(sum(map(of, together)) for together in zip(*(steady(r.records) for r in reports), strict=True))
-
-    def seconds(of: Callable[[StepRecord], float]) -> float:
-        return per_step(of) / len(reports)
-
-    def kernel(index: int) -> float | None:
-        counts = [count for report in reports for count in report.kernel[-len(steady(records)) :]]
-        known = [count[index] for count in counts if count is not None]
-        return sum(known) / (len(counts) / len(reports)) if len(known) == len(counts) else None
+    def transfer_seconds(figures: Mapping[str, Any]) -> float:
+        planned = figures["predicted_read_bytes_per_step"] + figures["predicted_written_bytes_per_step"]
+        bandwidth = figures["nvme_bandwidth_bytes_per_second"]
+        return planned / bandwidth if bandwidth else 0.0
 
     step_seconds = median(record.seconds for record in steady(records))
-    host_cache, peak = total(lambda r: r.host_cache_bytes), total(lambda r: r.peak_rss_bytes)
+    spent = ("transfer", "stall", *PARTS)
     return {
-        **asdict(facts),
-        "steps": facts.last_step - facts.first_step + 1,
+        **facts,
+        "steps": facts["last_step"] - facts["first_step"] + 1,
         "step_seconds": step_seconds,
-        "tokens_per_second": facts.tokens_per_step / step_seconds,
-        "state_bytes": total(lambda r: r.state_bytes),
-        "stored_bytes": total(lambda r: r.stored_bytes),
-        "host_memory_bytes": host_cache,
-        "peak_rss_bytes": peak,
-        "process_memory_bytes_outside_host_cache": max(0, peak - host_cache),
-        "nvme_read_bytes_per_step": per_step(lambda r: r.read_bytes),
-        "nvme_written_bytes_per_step": per_step(lambda r: r.written_bytes),
-        "predicted_read_bytes_per_step": total(lambda r: r.predicted_read_bytes),
-        "predicted_written_bytes_per_step": total(lambda r: r.predicted_written_bytes),
-        "nvme_bandwidth_bytes_per_second": sum(r.bandwidth for r in reports),
-        "predicted_transfer_seconds_per_step": max(
-            r.predicted_bytes / r.bandwidth if r.bandwidth else 0.0 for r in reports
-        ),
-        "predicted_step_seconds": max(r.predicted_seconds for r in reports),
-        "kernel_read_bytes_per_step": kernel(0),
-        "kernel_written_bytes_per_step": kernel(1),
-        "nvme_read_bytes_total": total(lambda r: r.read_bytes_total),
-        "nvme_written_bytes_total": total(lambda r: r.written_bytes_total),
-        "nvme_retries_total": total(lambda r: r.retries_total),
-        "transfer_seconds_per_step": seconds(lambda r: r.transfer_seconds),
-        "stall_seconds_per_step": seconds(lambda r: r.stall_seconds),
-        **{f"{part}_seconds_per_step": seconds(attrgetter(f"{part}_seconds")) for part in PARTS},
+        "tokens_per_second": facts["tokens_per_step"] / step_seconds,
+        **totals,
+        "process_memory_bytes_outside_host_cache": max(0, totals["peak_rss_bytes"] - totals["host_memory_bytes"]),
+        "nvme_read_bytes_per_step": per_step("read_bytes"),
+        "nvme_written_bytes_per_step": per_step("written_bytes"),
+        "predicted_transfer_seconds_per_step": max(map(transfer_seconds, each)),
+        "predicted_step_seconds": max(report["predicted_step_seconds"] for report in reports),
+        **{f"{part}_seconds_per_step": per_step(f"{part}_seconds") / len(reports) for part in spent},
         "step_records": [asdict(record) for record in records],
     }
 
@@ -174,33 +115,22 @@ class StepLog:
         os.close(self._descriptor)
 
 
-class Claim:
-    """Exclusive use of the `--out` folder by one run. A context manager that releases the folder on exit."""
+def claim(out: Path, log: str, *, resumes: bool) -> ExitStack:
+    """Reserve the existing `--out` folder for this run. The result is a context manager that releases it on exit.
 
-    def __init__(self, out: Path, log: str, *, resumes: bool) -> None:
-        """Claim the folder.
+    Args:
+        out: Existing folder.
+        log: File name of the `StepLog` in the folder.
+        resumes: Whether the run may continue an existing log.
 
-        Args:
-            out: Existing folder.
-            log: File name of the `StepLog` in the folder.
-            resumes: Whether the run may continue an existing log.
-
-        Raises:
-            ConfigError: If another run writes to the folder, the folder has the log of an earlier run, or the log
-                cannot be written.
-        """
-        self._descriptor = _locked(out)
-        try:
-            _check_log(out / log, resumes=resumes)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+    Raises:
+        ConfigError: If another run writes to the folder, the folder has the log of an earlier run, or the log cannot
+            be written.
+    """
+    with ExitStack() as held:
+        held.callback(os.close, _locked(out))
+        _check_log(out / log, resumes=resumes)
+        return held.pop_all()
 
 
 def _locked(out: Path) -> int:

@@ -60,14 +60,13 @@ def _lines(tree: Tree) -> Iterator[str]:
         yield ""
         yield f"[{section}]"
         for name, value in values.items():
-            yield f"{name} = {_literal(name, value)}"
+            yield f"{name} = {literal(name, value)}"
 
 
-def _literal(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
+def literal(name: str, value: Any) -> str:
+    """Return the value of a setting as TOML."""
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_literal(name, one) for one in value)}]"
+        return f"[{', '.join(literal(name, one) for one in value)}]"
     if isinstance(value, int):
         return _size(value) if name.endswith("_bytes") else str(value)
     return quoted(str(value))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from infinity.io.probe.points import Measurement, Point
 from infinity.io.probe.stream import Stream
-from infinity.io.probe.targets import Target, check_targets, go_on, open_target, through
+from infinity.io.probe.targets import Target, check_targets, go_on, open_target
 from infinity.units import format_size
 
 
@@ -50,17 +50,6 @@ class Bench:
             self.written[stream.target.path] += stream.written
         go_on(self._stop)  # an incomplete measurement is not a result
         return found
-
-    @contextmanager
-    def through(self, engine: str, point: Point) -> Iterator[Bench]:
-        """Open the same files with a different engine, one engine for all files as in a run.
-
-        Raises:
-            ConfigError: if the engine is not available.
-            StorageError: if a file cannot be opened.
-        """
-        with through(list(self.targets.values()), engine, point) as targets:
-            yield Bench(targets, self._stop, self.written)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Final
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.probe.latency import Latency
 from infinity.units import KIB
 
 BLOCK_MULTIPLE = 4 * KIB
@@ -42,6 +41,24 @@ class Point:
     def flight(self) -> int:
         """Number of bytes in flight."""
         return self.block_bytes * self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Percentiles of the latency of requests, from submission to completion, in seconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    longest: float
+
+
+def latency_of(seconds: Collection[float]) -> Latency:
+    """Return the percentiles over all requests, or zeros if there are none."""
+    import numpy as np  # commands such as `infinity -h` do not import NumPy
+
+    found = np.quantile(np.array(list(seconds) or [0.0]), (0.5, 0.95, 0.99, 1.0), method="inverted_cdf").tolist()
+    return Latency(p50=found[0], p95=found[1], p99=found[2], longest=found[3])
 
 
 @dataclass(frozen=True, kw_only=True)

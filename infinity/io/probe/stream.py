@@ -8,8 +8,7 @@ from array import array
 
 from infinity.errors import InfinityError, StallError
 from infinity.io.engine import Op, Ticket
-from infinity.io.probe.latency import latency_of
-from infinity.io.probe.points import BLOCK_MULTIPLE, Load, Measurement, Point
+from infinity.io.probe.points import BLOCK_MULTIPLE, Load, Measurement, Point, latency_of
 from infinity.io.probe.targets import PATIENCE_SECONDS, Target
 from infinity.units import align_down
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import StorageConfig
@@ -126,27 +126,6 @@ def open_target(
     finally:
         running.close()
         memory.release()
-
-
-@contextmanager
-def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[list[Target]]:
-    """Open the same files with a different engine, which is shared by all targets.
-
-    Raises the same exceptions as `open_target`.
-    """
-    settings = StorageConfig(
-        paths=tuple(target.path for target in targets),
-        engine=engine,  # type: ignore[arg-type]
-        request_bytes=point.block_bytes,
-        queue_depth=point.depth,
-    )
-    other = open_engine(settings)
-    try:
-        for target in targets:
-            other.register(target.memory)
-        yield [replace(one, engine=other, file=other.open(f"/proc/self/fd/{one.file.fd}")) for one in targets]
-    finally:
-        other.close()
 
 
 def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:

@@ -32,7 +32,7 @@ def problems_of(device: Simulation) -> list[str]:
 STEPS = 6
 
 
-def interrupt_and_resume(kind: str, where: str, folder: str, device_bytes: int = 0) -> tuple[list[float], list[str]]:
+def interrupt_and_resume(kind: str, where: str, folder: str, device_bytes: int) -> tuple[list[float], list[str]]:
     """Train with checkpoints, stop in the middle of a step, and resume; return losses and problems.
 
     Args:

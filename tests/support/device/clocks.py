@@ -32,6 +32,10 @@ class Actor:
         """Order all later accesses after the accesses of a clock."""
         merge(self.clock, clock)
 
+    def is_before(self, clock: Clock) -> bool:
+        """Return whether an actor with this clock is ordered after all accesses of this one."""
+        return self.clock.get(self.number, 0) <= clock.get(self.number, 0)
+
 
 @dataclass(frozen=True)
 class Access:

@@ -37,8 +37,8 @@ from support.train import Outcome, Paging, Recipe, offloaded, train
 
 COMPUTATION, BACK, REDUCTION = "the stream of the computation", "the stream 'back'", "FSDP2's reduce_scatter_stream"
 UPDATE, TRAINING, COPIES = "thread infinity-update_0", "thread MainThread", "thread infinity-copies"
-IN_BACKWARD = Recipe(model="toy", steps=3)
-IN_FORWARD = Recipe(model="toy", steps=3, clip=1.0)
+IN_BACKWARD = Recipe(model="toy", steps=2)
+IN_FORWARD = Recipe(model="toy", steps=2, clip=1.0)
 LEAST = Paging(host_cache="least")
 KEEPING = Recipe(model="toy", steps=2, sequences=44, checkpointing=True)
 ACTIVATIONS = Paging(activations="nvme")
@@ -400,7 +400,7 @@ DEFECTS: dict[str, Defect] = {
         change=lambda: patch.object(SimulatedDevice, "keep", lambda *_: None),
         later=f"({REDUCTION}) after it was freed",
         earlier=f"a copy to the host (reads, {BACK})",
-        recipe=IN_FORWARD,
+        recipe=replace(IN_FORWARD, steps=3),
     ),
     "edit: no wait for the copy of the page to the device": Defect(
         change=lambda: patch.object(cache, "_is_left_by_device", lambda state, mode: True),

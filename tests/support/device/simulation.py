@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from infinity import torch_private
 from infinity.memory import device as device_module
 from infinity.memory.device import AcceleratorDevice, Pinned
+from infinity.optim.slicing_check import _SlicingCheck
 from infinity.run import run
 from support.device import threads
-from support.device.clocks import Memory, Races
+from support.device.clocks import Actor, Memory, Races
 from support.device.memory import MemoryMap
 from support.device.streams import LOOKS, Stream, Streams
 
@@ -63,6 +65,7 @@ class Simulation:
         self.lock = self.streams.lock
         self.copies = 0  # number of copies between pinned memory and the device
         self.delayed = 0  # number of these copies that were delayed
+        self.ended_requests: list[Actor] = []  # actors of NVMe transfers that have ended
         self._targets: list[
             tuple[int, int]
         ] = []  # address ranges that delayed copies have not read yet, which must not be poisoned
@@ -83,6 +86,13 @@ class Simulation:
             yield
         finally:
             self._local.quiet = before
+
+    def _silenced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def silenced(*args: Any) -> Any:
+            with self.silence():
+                return function(*args)
+
+        return silenced
 
     @property
     def host_only(self) -> bool:
@@ -293,6 +303,8 @@ class Simulation:
             stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
             chosen = patch.object(run, "choose_update_device", lambda *_, **__: (self.updates, "set by the simulation"))
             stack.enter_context(chosen)
+            # The slicing check runs thousands of operations on small host tensors of its own.
+            stack.enter_context(patch.object(_SlicingCheck, "run", self._silenced(_SlicingCheck.run)))
             stack.enter_context(threads.tracked(self))
             stack.enter_context(_Mode(self))
             try:
@@ -367,9 +379,10 @@ _ALLOCATING = {str(func) for func in _ONLY_ALLOCATE}
 
 def _plain(values: Any) -> list[torch.Tensor]:
     """Return the plain CPU tensors with memory in a tree of values."""
+    leaves = [values] if isinstance(values, torch.Tensor) else tree_leaves(values)
     return [
         value
-        for value in tree_leaves(values)
+        for value in leaves
         if type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
         and value.layout is torch.strided
@@ -387,14 +400,20 @@ def _accesses(
         return _plain(args[0]), _plain(args[0])
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    for argument in func._schema.arguments:
-        if argument.name in given:
-            changed = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if changed else reads).extend(_plain(given[argument.name]))
+    for number, (name, changed) in enumerate(_arguments(func)):
+        value = args[number] if number < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor | list | tuple):
+            (writes if changed else reads).extend(_plain(value))
     if func in _ONLY_ALLOCATE:
         return [], writes
     return reads, writes
+
+
+@functools.cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an operation, and whether it is written."""
+    arguments = func._schema.arguments
+    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in arguments]
 
 
 class _Weak:

@@ -146,18 +146,37 @@ def _transfer(simulation: Simulation, original: Any, what: str, *, writes: bool)
     def transfer(store: Any, page: int, memory: memoryview, done: Done) -> None:
         streams = simulation.streams
         with simulation.lock:
-            request = Actor(f"request of {streams.thread.name}")
-            request.follow(streams.thread.clock)
+            request = _request(simulation)
             for part in simulation.memory.at(memory):
                 simulation.races.access(request, part, what, writes=writes)
 
         def ended(error: Exception | None) -> None:
             streams.thread.follow(request.clock)
+            with simulation.lock:
+                simulation.ended_requests.append(request)
             done(error)
 
         original(store, page, memory, ended)
 
     return transfer
+
+
+def _request(simulation: Simulation) -> Actor:
+    """Return an actor for a request of this thread, ordered after the thread.
+
+    An actor whose earlier request precedes the thread is reused, because the size of all clocks, and thus the time of
+    all accesses, grows with the number of actors.
+    """
+    thread = simulation.streams.thread
+    name = f"request of {thread.name}"
+    for request in simulation.ended_requests:
+        if request.name == name and request.is_before(thread.clock):
+            simulation.ended_requests.remove(request)
+            break
+    else:
+        request = Actor(name)
+    request.follow(thread.clock)
+    return request
 
 
 def _number(simulation: Simulation, original: Any) -> Any:

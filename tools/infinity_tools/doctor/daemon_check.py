@@ -9,6 +9,7 @@ from typing import Final
 
 import infinity
 from infinity import torchrun
+from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
 from infinity.untrusted_files import whose_folder
@@ -20,12 +21,13 @@ from infinity_tools.doctor.world import World
 def daemon(world: World) -> Finding:
     """Status and version of infinityd. Training works without it, but then runs cannot reserve space, share drives
     fairly or use recorded drive bandwidth."""
-    runtime, found = world.daemon.runtime, world.daemon.status
-    if found is not None:
-        if found.get("version") != infinity.__version__:
+    runtime, state = world.daemon.runtime, world.daemon.state
+    if state is not None:
+        found = state["node"]
+        if found["version"] != infinity.__version__:
             return warning(
-                f"infinityd has version {found.get('version')}, but infinity has version {infinity.__version__}",
-                f"restart it: `systemctl restart infinityd`, or `kill {found.get('pid')}` and then `infinityd &`",
+                f"infinityd has version {found['version']}, but infinity has version {infinity.__version__}",
+                f"restart it: `systemctl restart infinityd`, or `kill {found['pid']}` and then `infinityd &`",
             )
         return ok(f"infinityd {found['version']} is running")
     try:
@@ -36,16 +38,14 @@ def daemon(world: World) -> Finding:
         reason = error.strerror or str(error)
     if reason:
         return warning(f"runtime folder {runtime} cannot be used: {reason}", "set a different telemetry.runtime_dir")
-    start = "infinityd &" if runtime == _default() else f"infinityd --runtime-dir {shlex.quote(str(runtime))} &"
+    start = (
+        "infinityd &"
+        if runtime == runtime_dir(TelemetryConfig())
+        else f"infinityd --runtime-dir {shlex.quote(str(runtime))} &"
+    )
     if (runtime / SOCKET_NAME).exists():
         return note(f"no infinityd of this user or root answers in {runtime}", start)
     return note("infinityd is not running (optional)", start)
-
-
-def _default() -> object:
-    from infinity.config import TelemetryConfig, runtime_dir
-
-    return runtime_dir(TelemetryConfig())
 
 
 @check("host name")

@@ -33,9 +33,6 @@ def doctor(
         typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Print a Markdown report for a bug report, without host and user names.")
-    ] = False,
     version: Version = False,
 ) -> None:
     """Check whether this machine is ready for infinity, and suggest fixes.
@@ -49,27 +46,20 @@ def doctor(
 
     Exit status: 0 if there are no warnings or problems, 1 for warnings, 2 for problems or an invalid command line.
     """
-    if json and report:
-        raise ConfigError("--json and --report cannot be combined; pass only one of them")
     paths = folders or ["."]
     _check_paths(paths)
     world = World.of(paths, runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)))
     found: list[Finding] = []
     console = Console(highlight=False)
-    talk = not (json or report)
-    if talk and not folders:
+    if not json and not folders:
         console.print("No folder was given; checking the current folder.")
     parts = look(world)
-    while part := _next(parts, talk):
+    while part := _next(parts, silent=json):
         found += part[1]
-        if talk:
+        if not json:
             console.print(shown(*part))
     if json:
         typer.echo(json_format.dumps([{**asdict(one), "folder": one.folder or None} for one in found], indent=2))
-    elif report:
-        from infinity_tools.doctor.doctor_report import report_of
-
-        typer.echo(report_of(found, world), nl=False)
     else:
         console.print(summary(Counter(one.status for one in found)))
     raise typer.Exit(_EXIT[worst(found)])
@@ -90,10 +80,10 @@ def _check_paths(paths: Sequence[str]) -> None:
         seen[where] = path
 
 
-def _next(parts: Iterator[Part], talk: bool) -> Part | None:
+def _next(parts: Iterator[Part], *, silent: bool) -> Part | None:
     """Return the next part, or None. Show a status line on a terminal until it is available."""
     console = Console(stderr=True)
-    if not (talk and console.is_terminal):
+    if silent or not console.is_terminal:
         return next(parts, None)
     with console.status("checking"):  # the status line ends before the part is printed to stdout
         return next(parts, None)

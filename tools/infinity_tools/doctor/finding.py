@@ -101,7 +101,7 @@ class Check(Generic[Of]):
 
 
 _SLOW = "a file system, a name server or a driver may not be responding; see `dmesg`"
-_REPORT = "report this as a bug, with the output of `infinity doctor --report`"
+_REPORT = "report this as a bug, with the output of `infinity doctor --json`"
 
 
 def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Finding]], Check[Of]]:

@@ -141,7 +141,7 @@ def free_space(at: Folder) -> Finding:
     copies of its state: the current one and the checkpoint."""
     found = space(at.place)
     name = locate(at.place, at.root / "sys").drive.name
-    reserved = sum(one["bytes"] for one in (at.daemon.status or {}).get("reservations", ()) if one["device"] == name)
+    reserved = sum(one["bytes"] for one in (at.daemon.state or {}).get("reservations", ()) if one["device"] == name)
     left = max(0, found.free - reserved)
     value = f"{format_size(left)} free of {format_size(found.capacity)}"
     if reserved:
@@ -192,7 +192,7 @@ def bandwidth(at: Folder) -> Finding:
     profile = at.daemon.bandwidth(at.place)
     if profile is None:
         probe = f"infinity probe {shlex.quote(at.place)}"
-        if at.daemon.status is None:
+        if at.daemon.state is None:
             return note("unknown, because infinityd is not running", f"infinityd &, then {probe}")
         return note("not measured", probe)
     rates = [(load, profile.get(load)) for load in ("read", "write", "mixed")]

@@ -56,7 +56,7 @@ class Folder:
 
 
 class Daemon:
-    """Client of the node's daemon. It requests the status only once."""
+    """Client of the node's daemon. It requests the state of the node only once."""
 
     def __init__(self, runtime: Path) -> None:
         self.runtime = runtime
@@ -64,14 +64,14 @@ class Daemon:
         self._node = NodeDaemon(runtime)
 
     @cached_property
-    def status(self) -> dict[str, Any] | None:
-        """Response to a ``status`` request, or None if no daemon of this user or root answers."""
+    def state(self) -> dict[str, Any] | None:
+        """State of the node, or None if no daemon of this user or root answers."""
         with _unheard("infinity"):  # a different user's daemon is reported as a finding
-            return self._node.ask("status")
+            return self._node.ask("state")
 
     def bandwidth(self, path: str) -> dict[str, Any] | None:
         """Return the bandwidth profile of a folder's drive, or None if it is not known."""
-        if self.status is None:
+        if self.state is None:
             return None
         name = str(Path(path).resolve())
         found = (self._node.ask("bandwidth", paths=[name]) or {}).get("bandwidth")

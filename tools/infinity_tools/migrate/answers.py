@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.schema import brief
 from infinity.units import format_setting
-from infinity_tools.migrate import toml_output
+from infinity_tools.migrate import schedulers, toml_output
 from infinity_tools.migrate.code import taken_of
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
@@ -141,6 +141,9 @@ def _scheduler(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
         return _same(name, "LambdaLR(optimizer, rate_at)")
     if value in OF_TORCH:
         return _same(name, f"torch.optim.lr_scheduler.{value}(optimizer, ...)")
+    if value in schedulers.BY_HAND:
+        similar = f"create your own, such as {schedulers.BY_HAND[value]}"
+        return Status.NO_COUNTERPART, similar, "only DeepSpeed's warm-up schedules are translated", True
     why = f"{brief(value)} is not a known DeepSpeed or PyTorch scheduler"
     known = ", ".join((*SCHEDULERS, *OF_TORCH))
     return Status.NO_COUNTERPART, "create your own; infinity supports all PyTorch schedulers", f"{why} ({known})", True

@@ -10,7 +10,7 @@ from typing import Any
 from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.optimizers import ADAM, TAKEN, Optimizer
 from infinity_tools.migrate.read import AUTO, Found
-from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS, body_of
+from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
 _GONE = """\
 # Remove: deepspeed.initialize(...)     deepspeed.zero.Init()    engine.backward(loss)
@@ -79,10 +79,6 @@ def trainer_code_of(found: Found, settings_file: str) -> str | None:
             "args = TrainingArguments(**arguments, save_total_limit=1)  # checkpoints that are kept; required",
             *optimizer,
             *scheduler,
-            *(
-                ["# DeepSpeed also sets the betas to (beta_at(step), 0.99): use a TrainerCallback"]
-                * cycles_betas(found)
-            ),
             f"trainer = Trainer(model, args, train_dataset=data{given})",
             f"attach(trainer, {settings_file!r})  # weights=FOLDER: the weights of a DeepSpeed checkpoint",
             "trainer.train()",
@@ -224,27 +220,18 @@ def _scheduler(found: Found) -> Iterator[str]:
     if kind not in SCHEDULERS:
         return
     scheduler = SCHEDULERS[kind]
-    values = {name: value_of(found, f"scheduler.params.{name}") or default or "total_steps"
+    values = {name: value_of(found, f"scheduler.params.{name}") or default
               for name, default in scheduler.defaults.items()}  # fmt: skip
-    if "WARMUP" in scheduler.names.values():
-        steps = values["warmup_num_steps"]
-        values["warmup_num_steps"] = str(max(2, int(steps))) if steps.isdecimal() else f"max(2, {steps})"
-    on = {name: value == "True" for name, value in values.items()}
-    on["log"] = values.get("warmup_type", "") not in ("'linear'",)
-    on["cycle_momentum"] = cycles_betas(found)
-    lines = body_of(scheduler, on)
-    used = "\n".join(lines)
+    steps = values["warmup_num_steps"]
+    values["warmup_num_steps"] = str(max(2, int(steps))) if steps.isdecimal() else f"max(2, {steps})"
+    definition = scheduler.code(values["warmup_type"])
     yield from ("", f"# {kind}: the learning rates of DeepSpeed")
-    if "RATE" in values.values() or re.search(r"\bRATE\b", used):
+    if "RATE" in values.values() or re.search(r"\bRATE\b", definition):
         yield f"RATE = {_rate(found)}"
-    for name, shown in scheduler.names.items():
-        if shown in used:
-            yield f"{shown} = {values[name]}"
-    yield from ("", "", *lines, "", "")
+    yield from (f"{shown} = {values[name]}" for name, shown in scheduler.names.items())
+    yield from ("", "", *definition.splitlines(), "", "")
     yield "for group in optimizer.param_groups:"
     yield '    group["lr"] = 1.0  # multiplied by rate_at'
-    if cycles_betas(found):
-        yield '    group["betas"] = (beta_at(0), 0.99)'
     yield "scheduler = LambdaLR(optimizer, rate_at)"
 
 
@@ -253,13 +240,6 @@ def _rate(found: Found) -> str:
     if taken is None:
         return 'optimizer.param_groups[0]["lr"]'
     return value_of(found, "optimizer.params.lr") or taken.rate
-
-
-def cycles_betas(found: Found) -> bool:
-    """Return whether DeepSpeed's scheduler also sets the betas of the optimizer."""
-    taken = taken_of(found)
-    wanted = found["scheduler.params.cycle_momentum"] is not False
-    return found["scheduler.type"] == "OneCycle" and wanted and taken is not None and "betas" in taken.takes
 
 
 def _loop(found: Found) -> Iterator[str]:
@@ -277,9 +257,6 @@ def _loop(found: Found) -> Iterator[str]:
     yield "    optimizer.zero_grad()"
     if found["scheduler.type"] in (*SCHEDULERS, *OF_TORCH):
         yield "    scheduler.step()"
-        if cycles_betas(found):
-            yield "    for group in optimizer.param_groups:"
-            yield '        group["betas"] = (beta_at(scheduler.last_epoch), 0.99)'
         yield 'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})  # at any step'
     else:
         yield "optimizer.save_checkpoint()  # at any step"

@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed configuration, with counterparts and reasons; the source of docs/how-to/migrate.md."""
+"""Keys of a DeepSpeed configuration, with counterparts and reasons."""
 
 from __future__ import annotations
 

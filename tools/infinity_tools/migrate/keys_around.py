@@ -54,17 +54,4 @@ AROUND: list[Key] = [
              changes=True),
 ]  # fmt: skip
 
-GROUPS: dict[str, list[Key]] = {
-    "Batches": BATCHES,
-    "Optimizer": OPTIMIZER,
-    "Scheduler": SCHEDULER,
-    "Precision": PRECISION,
-    "ZeRO": ZERO,
-    "Offloading": OFFLOAD,
-    "Asynchronous I/O": AIO,
-    "Activation checkpointing": ACTIVATIONS,
-    "Around training": AROUND,
-}
-"""Keys by topic, in the order of docs/how-to/migrate.md."""
-
-TABLE = Table([key for group in GROUPS.values() for key in group])
+TABLE = Table([*BATCHES, *OPTIMIZER, *SCHEDULER, *PRECISION, *ZERO, *OFFLOAD, *AIO, *ACTIVATIONS, *AROUND])

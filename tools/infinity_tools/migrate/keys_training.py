@@ -86,16 +86,10 @@ SCHEDULER: list[Key] = [
     translated("scheduler.params.total_num_steps", "TOTAL", _RATE, "count", auto="total_steps"),
     translated("scheduler.params.warmup_min_ratio", "LOW", _RATE, "number"),
     translated("scheduler.params.cos_min_ratio", "END", _RATE, "number"),
-    *(translated(f"scheduler.params.{name}", "the formula", _RATE, takes) for name, takes in {
-        "cycle_min_lr": "number", "cycle_max_lr": "number", "decay_lr_rate": "number", "cycle_first_step_size": "count",
-        "cycle_second_step_size": "count", "cycle_first_stair_count": "count", "cycle_second_stair_count": "count",
-        "decay_step_size": "count", "lr_range_test_min_lr": "number", "lr_range_test_step_size": "count",
-        "lr_range_test_step_rate": "number", "lr_range_test_staircase": "flag",
-    }.items()),
-    *(translated(f"scheduler.params.{name}", 'group["betas"]',
-                 "DeepSpeed's scheduler also sets the betas of Adam; here your loop does", takes) for name, takes in {
-        "cycle_momentum": "flag", "cycle_min_mom": "number", "cycle_max_mom": "number", "decay_mom_rate": "number",
-    }.items()),
+    *lacking("scheduler.params", "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+             "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+             "cycle_max_mom decay_mom_rate lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate "
+             "lr_range_test_staircase", "specific to OneCycle and LRRangeTest", "see scheduler.type", off=()),
     *unneeded("scheduler.params", "last_batch_iteration",
               'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()}) saves the progress'),
 ]  # fmt: skip

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.config import load_config
-from infinity.units import GIB, KIB, LARGEST, format_setting, parse_size
+from infinity.units import GIB, KIB, LARGEST, format_setting
 from infinity_tools.migrate.read import AUTO, Found
-from infinity_tools.toml import quoted
+from infinity_tools.toml import literal, quoted
 
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
@@ -83,7 +83,7 @@ def queue_depth(found: Found) -> int | None:
 def _requests(found: Found) -> list[Line]:
     lines = []
     if (size := request_bytes(found)) is not None:
-        lines.append(Line(name="storage.request_bytes", value=_size(size), remark="aio.block_size"))
+        lines.append(Line(name="storage.request_bytes", value=size, remark="aio.block_size"))
     if (depth := queue_depth(found)) is not None:
         lines.append(Line(name="storage.queue_depth", value=depth, remark="aio.queue_depth"))
     return lines
@@ -123,11 +123,6 @@ def _activations(found: Found) -> list[Line]:
     return [Line(name="activations.tier", value="host", remark=name)] if found[name] is True else []
 
 
-def _size(size: int) -> str | int:
-    shown = format_setting(size)
-    return shown if parse_size(shown) == size else size
-
-
 def to_toml(lines: Sequence[Line], source: str, ranks: str) -> tuple[str, dict[str, Any]]:
     """Return the text of a settings file and its settings.
 
@@ -146,15 +141,9 @@ def to_toml(lines: Sequence[Line], source: str, ranks: str) -> tuple[str, dict[s
         for line in lines:
             of, _, key = line.name.partition(".")
             if of == section:
-                shown = f"{key} = {_value(line.value)}" if line.value is not None else ""
+                shown = f"{key} = {literal(key, line.value)}" if line.value is not None else ""
                 text.append(f"{shown}  # {line.remark}" if shown else f"# {line.remark}")
     whole = "\n".join(text) + "\n"
     settings = tomllib.loads(whole)
     load_config(settings)
     return whole, settings
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return quoted(value) if isinstance(value, str) else str(value)

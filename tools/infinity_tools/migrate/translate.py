@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infinity.errors import ConfigError
 from infinity.schema import brief
 from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.answers import ANSWERS
@@ -14,7 +13,6 @@ from infinity_tools.migrate.code import code_of, ranks_of, ranks_sentence, train
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.read import AUTO, Entry, Found
-from infinity_tools.migrate.schedulers import SCHEDULERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,6 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
     Raises:
         ConfigError: if `infinity.load_config` rejects the settings.
     """
-    _check_scheduler(found)
     text, settings = toml_output.to_toml(toml_output.lines_of(found, nvme), source, ranks_sentence(found))
     rows = tuple(_row(entry, found, nvme) for entry in found.entries)
     return Migration(
@@ -81,14 +78,6 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
         ranks=ranks_of(found),
         rows=rows,
     )
-
-
-def _check_scheduler(found: Found) -> None:
-    """Check that required scheduler parameters are set. Raises `ConfigError`; DeepSpeed would fail, too."""
-    kind = found["scheduler.type"]
-    for name, default in SCHEDULERS[kind].defaults.items() if kind in SCHEDULERS else ():
-        if not default and name != "total_num_steps" and found[f"scheduler.params.{name}"] in (None, AUTO):
-            raise ConfigError(f"scheduler.params.{name} is missing, which {kind} requires (also in DeepSpeed); add it")
 
 
 def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:

@@ -36,7 +36,7 @@ _BYTES_EACH = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Estimated seconds per step of the whole model on this machine, at the measured number of tokens."""
+    """Seconds per step of a model on this machine, at the measured number of tokens."""
 
     computation: float
     """Time for forward and backward."""
@@ -44,15 +44,6 @@ class Measured:
     """Time for copies into FSDP2's buffers, for hooks, and for Python overhead."""
     update: float
     """Time to update one parameter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """Seconds per step of an excerpt, by part."""
-
-    computation: float
-    fixed: float
-    updates: float
 
 
 def measure(
@@ -98,8 +89,7 @@ def measure(
                 found.append(_train(_with_layers(source, number), work, share, state_format, place))
     finally:
         torch.set_num_threads(threads)
-    (one, parameters), (more, _) = found
-    updates = one.updates / parameters
+    one, more = found
 
     def of_whole(first: float, second: float) -> float:
         each = max(0.0, (second - first) / (_LAYERS[1] - _LAYERS[0]))
@@ -108,7 +98,7 @@ def measure(
     return Measured(
         computation=of_whole(one.computation, more.computation),
         fixed=of_whole(one.fixed, more.fixed),
-        update=updates,
+        update=one.update,
     )
 
 
@@ -121,7 +111,7 @@ def _with_layers(source: ModelSource, number: int) -> ModelSource:
     return ModelSource(name=source.name, config=config)
 
 
-def _train(source: ModelSource, work: Workload, share: float, state_format: str, folder: str) -> tuple[_Step, int]:
+def _train(source: ModelSource, work: Workload, share: float, state_format: str, folder: str) -> Measured:
     model = on_meta(source)
     shape = shape_of(source)
     mesh = infinity.mesh("cpu")
@@ -147,11 +137,11 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
         records = optimizer.records[_WARM:]
     finally:
         optimizer.close()
-    return _Step(
+    return Measured(
         computation=median(record.compute_seconds for record in records),
         fixed=median(r.copy_seconds + r.python_seconds + r.collective_seconds for r in records),
-        updates=median(record.update_seconds for record in records),
-    ), shape.parameters
+        update=median(record.update_seconds for record in records) / shape.parameters,
+    )
 
 
 def _offload(model: torch.nn.Module, settings: dict[str, Any]) -> infinity.PagedOptimizer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, load_config, runtime_dir
@@ -29,7 +31,7 @@ from infinity.memory.limits import default_host_cache
 from infinity.processor import share_of_cores
 from infinity.store.page_store import hash_threads
 from infinity.units import MIB, align_down, format_number, format_size, parse_size
-from infinity_tools.plan.plan_drives import drives_at, typed_drives
+from infinity_tools.plan.plan_drives import drives_at, parse_rate, typed_drives
 
 if TYPE_CHECKING:
     from infinity_tools.presets import ModelSource
@@ -41,48 +43,19 @@ _ROOM = 0.95
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Options of `infinity plan`, with its defaults."""
+class Asked(SimpleNamespace):
+    """Options of `infinity plan` by the names of its parameters, and `settings` that were given as options."""
 
-    model: str | None = None
-    parameters: float | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    vocabulary: int | None = None
-    tied: bool = False
-    lora: str | None = None
-    trainable: float | None = None
-    dtype: str = "bf16"
-    batch_tokens: int = 8192
-    sequence: int | None = None
-    micro_batches: int | None = None
-    loss_tokens: int | None = None
-    loop: bool = False
-    checkpointing: bool = True
-    clip: bool = False
-    optimizer: str = "adamw"
-    ranks: int = 1
-    nodes: int = 1
-    gpu: str | None = None
-    tflops: float | None = None
-    gpu_memory: str | None = None
-    link: str | None = None
-    cores: int | None = None
-    interconnect: str | None = None
-    nvme: tuple[Path, ...] = ()
-    nvme_bandwidth: str | None = None
-    nvme_count: int | None = None
-    nvme_size: str | None = None
-    nvme_endurance: str | None = None
-    config: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings given as options, by dotted name."""
+    def __init__(self, **options: Any) -> None:
+        from infinity_tools.plan.plan_command import plan
+
+        defaults = {name: parameter.default for name, parameter in signature(plan).parameters.items()}
+        super().__init__(**{**defaults, "settings": {}, **options})
 
     @property
     def world_size(self) -> int:
         """Number of ranks across all nodes."""
-        return self.ranks * self.nodes
+        return int(self.ranks * self.nodes)
 
     @property
     def paths(self) -> list[str]:
@@ -172,7 +145,7 @@ def _settings(asked: Asked) -> Config:
 
 def _workload(asked: Asked) -> Workload:
     tokens = asked.batch_tokens // asked.world_size
-    sequence = asked.sequence or min(_SEQUENCE, tokens)
+    sequence = asked.seq or min(_SEQUENCE, tokens)
     if sequence > tokens:
         each = f"of {tokens} tokens per rank" if asked.world_size > 1 else f"of {tokens} tokens"
         raise ConfigError(f"--seq {sequence} exceeds the batch {each}; reduce --seq or increase --batch-tokens")
@@ -188,7 +161,7 @@ def _workload(asked: Asked) -> Workload:
         micro_batches=parts,
         loss_tokens=asked.loss_tokens,
         layer_major=not asked.loop,
-        checkpointing=asked.checkpointing,
+        checkpointing=asked.activation_checkpointing,
         clipping=asked.clip,
         optimizer=asked.optimizer,
         computed=_DTYPES[asked.dtype],
@@ -197,17 +170,6 @@ def _workload(asked: Asked) -> Workload:
 
 def _size(text: str | None, name: str) -> int:
     return 0 if text is None else parse_size(text, name=name)
-
-
-def _rate(text: str, name: str) -> float:
-    """Parse a bandwidth such as ``55e9`` or ``55GB``, in bytes per second."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = float(parse_size(text, name=name))
-    if not 1e3 <= rate <= 1e15:
-        raise ConfigError(f"{name} {text!r} must be between 1e3 and 1e15 bytes per second, such as 55e9")
-    return rate
 
 
 def _typed_drives(asked: Asked) -> Drives | None:
@@ -244,7 +206,7 @@ def _device(asked: Asked) -> Accelerator | None:
             device, name=asked.gpu or "accelerator", memory_bytes=parse_size(asked.gpu_memory, name="--gpu-memory")
         )
     if asked.link is not None:
-        device = replace(device, name=asked.gpu or "accelerator", link=_rate(asked.link, "--link"))
+        device = replace(device, name=asked.gpu or "accelerator", link=parse_rate(asked.link, f"--link {asked.link!r}"))
     return device
 
 
@@ -266,10 +228,10 @@ def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
         )
     kept = _DTYPES[asked.dtype]
     if asked.lora is not None:
-        from infinity_tools.plan.lora import Lora
+        from infinity_tools.plan.lora import parse_lora
 
-        lora = Lora.of(asked.lora)
-        model = with_lora(model, lora.r, kept, lora.targets)
+        rank, targets = parse_lora(asked.lora)
+        model = with_lora(model, rank, kept, targets)
     elif asked.trainable is not None:
         model = with_trainable_share(model, asked.trainable, kept)
     return source, model
@@ -300,7 +262,7 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
     cores, _ = _cores(asked, device)
     if asked.interconnect is not None:
-        interconnect = _rate(asked.interconnect, "--interconnect")
+        interconnect = parse_rate(asked.interconnect, f"--interconnect {asked.interconnect!r}")
     else:
         interconnect = device.interconnect if asked.world_size > 1 else 0.0
     beside = settings.update.thread_cores(kind, cores=cores, computing=cores)

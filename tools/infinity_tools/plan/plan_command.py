@@ -15,7 +15,7 @@ from rich.console import Console
 from infinity.cli_errors import Version, at_most, finite
 from infinity_tools.output import check_out, write_out
 from infinity_tools.preset_list import list_presets
-from infinity_tools.shared_options import setting_option, shared_option
+from infinity_tools.shared_options import setting_option, settings_in, shared_option
 from infinity_tools.signals import StopRequest
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
@@ -55,7 +55,7 @@ def plan(
     lora: Annotated[
         str | None,
         typer.Option(
-            metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
+            metavar="r=16[,targets=q_proj+v_proj]",
             help="Freeze the model and train LoRA adapters of rank r.",
             rich_help_panel=_MODEL,
         ),
@@ -199,7 +199,7 @@ def plan(
         str | None,
         typer.Option(help="Rated write endurance per drive, such as 1200TB.", rich_help_panel=_MACHINE),
     ] = None,
-    runtime: Annotated[str | None, setting_option("telemetry.runtime_dir", _MACHINE)] = None,
+    runtime_dir: Annotated[str | None, setting_option("telemetry.runtime_dir", _MACHINE)] = None,
     page_bytes: Annotated[str | None, setting_option("memory.page_bytes", _RUN)] = None,
     state_format: Annotated[str | None, setting_option("state.format", _RUN)] = None,
     update: Annotated[str | None, setting_option("update.schedule", _RUN)] = None,
@@ -212,7 +212,7 @@ def plan(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plan.json, plan.png and infinity.toml. [default: no files are written]",
+            help="Folder for plan.json and infinity.toml. [default: no files are written]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -223,13 +223,14 @@ def plan(
 
     Uses the planner and cost model of a real run. The model is neither allocated nor trained; without --gpu or
     --tflops, three of its layers are timed on this machine. Prints settings for `infinity train --config` and
-    `infinity.offload`. With --model, also prints the `infinity train` command for the planned run.
+    `infinity.offload`.
 
     For example: `infinity plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB
     --nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768`.
 
     Exit status: 0 if the run fits, 1 if it does not, 2 if an option is invalid or the host cache is too small.
     """
+    options = dict(locals())
     if gpu == "list":
         _list_accelerators(json=json)
         return
@@ -242,56 +243,10 @@ def plan(
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
     from infinity_tools.plan.plan_report import document, show
-    from infinity_tools.plan.train_line import train_line
     from infinity_tools.toml import settings_toml
 
-    asked = Asked(
-        model=model,
-        parameters=parameters,
-        layers=layers,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        tied=tied,
-        lora=lora,
-        trainable=trainable,
-        dtype=dtype,
-        batch_tokens=batch_tokens,
-        sequence=seq,
-        micro_batches=micro_batches,
-        loss_tokens=loss_tokens,
-        loop=loop,
-        checkpointing=activation_checkpointing,
-        clip=clip,
-        optimizer=optimizer,
-        ranks=ranks,
-        nodes=nodes,
-        gpu=gpu,
-        tflops=tflops,
-        gpu_memory=gpu_memory,
-        link=link,
-        cores=cores,
-        interconnect=interconnect,
-        nvme=tuple(nvme or _paths_of(config if nvme_bandwidth is None else None)),
-        nvme_bandwidth=nvme_bandwidth,
-        nvme_count=nvme_count,
-        nvme_size=nvme_size,
-        nvme_endurance=nvme_endurance,
-        config=config,
-        settings={
-            name: value
-            for name, value in {
-                "memory.host_bytes": host_memory,
-                "memory.page_bytes": page_bytes,
-                "state.format": state_format,
-                "update.schedule": update,
-                "activations.tier": activations,
-                "update.cores": update_cores,
-                "run.retained_checkpoints": retained_checkpoints,
-                "telemetry.runtime_dir": runtime,
-            }.items()
-            if value is not None
-        },
-    )
+    options["nvme"] = tuple(nvme or _paths_of(config if nvme_bandwidth is None else None))
+    asked = Asked(settings=settings_in(options), **options)
     console = Console(stderr=True)
     # A signal removes the folder of the measurement.
     with StopRequest(), _collection_paused(), console.status("planning") as status:
@@ -317,8 +272,6 @@ def plan(
         printed.print(text, markup=False, end="", soft_wrap=True)
         if out is not None:
             printed.print(f"wrote plan.json, plan.png and infinity.toml to {out}", markup=False)
-        if line := train_line(asked, found, settings, None if out is None else out / "infinity.toml"):
-            printed.print(f"\n{line}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -339,18 +292,8 @@ def _list_accelerators(*, json: bool) -> None:
 
     known = sorted(ACCELERATORS.values(), key=lambda one: one.name)
     if json:
-        listed = [
-            {
-                "name": one.name,
-                "flops": one.flops,
-                "memory_bytes": one.memory_bytes,
-                "link": one.link,
-                "interconnect": one.interconnect,
-                "cores": one.cores,
-            }
-            for one in known
-        ]
-        typer.echo(json_format.dumps(listed))
+        fields = ("name", "flops", "memory_bytes", "link", "interconnect", "cores")
+        typer.echo(json_format.dumps([{name: getattr(one, name) for name in fields} for one in known]))
         return
     rows = [
         (

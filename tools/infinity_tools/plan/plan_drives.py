@@ -29,7 +29,7 @@ def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drive
     Raises:
         ConfigError: If the bandwidth is malformed.
     """
-    numbers = [_speed(part, bandwidth) for part in bandwidth.split("/")]
+    numbers = [parse_rate(part, f"--nvme-bandwidth {bandwidth!r}") for part in bandwidth.split("/")]
     if len(numbers) not in (2, 3):
         raise ConfigError(
             f"--nvme-bandwidth {bandwidth!r} is not READ/WRITE or READ/WRITE/MIXED in bytes per second; write, for "
@@ -46,19 +46,18 @@ def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drive
     )
 
 
-def _speed(text: str, whole: str) -> float:
+def parse_rate(text: str, name: str) -> float:
+    """Parse a bandwidth such as ``55e9`` or ``55GB``, in bytes per second. Raises `ConfigError`."""
     try:
-        speed = float(text)
+        rate = float(text)
     except ValueError:
         try:
-            speed = float(size_of(text))
+            rate = float(size_of(text))
         except ValueError as error:
-            raise ConfigError(
-                f"--nvme-bandwidth {whole!r}: {text!r} {error}, per second; write 7e9/5e9 or 7GB/5GB"
-            ) from None
-    if not 1e6 <= speed <= 1e13:
-        raise ConfigError(f"--nvme-bandwidth {whole!r}: {text!r} must be between 1e6 and 1e13 bytes per second")
-    return speed
+            raise ConfigError(f"{name}: {text!r} {error}, per second; write, for example, 7e9 or 7GB") from None
+    if not 1e6 <= rate <= 1e15:
+        raise ConfigError(f"{name}: {text!r} must be between 1e6 and 1e15 bytes per second, such as 55e9")
+    return rate
 
 
 def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Drives, str]:

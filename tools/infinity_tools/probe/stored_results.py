@@ -20,7 +20,7 @@ def tell_daemon(daemon: NodeDaemon, together: Found, alone: Found) -> DaemonReco
     answers = [daemon.ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
     if answers and all(answers):
         return DaemonRecord(done=True, says="infinityd stored the result for use by runs and `infinity status`")
-    if daemon.ask("status") is None:
+    if daemon.ask("state") is None:
         return DaemonRecord(
             done=False,
             says="the result was not stored, because no infinityd of this user or root is running on this node",

@@ -16,7 +16,6 @@ from infinity import PagedOptimizer
 from infinity.errors import InfinityError
 from infinity.integrations.transformers.unsupported_arguments import checkpoints
 from infinity.ranks import Ranks
-from infinity_tools.measure import KernelCounts
 from infinity_tools.progress import StepView, View
 from infinity_tools.signals import SIGNALS, StopRequest
 from infinity_tools.summary import StepLog
@@ -63,8 +62,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Number of tokens that this process has trained on, summed over all ranks, where the trainer counts them."""
         self.stopped_by = 0
         """Number of the signal that ended training early, or 0."""
-        self.kernel = KernelCounts()
-        """Bytes per step as counted by the operating system."""
 
     @property
     def logged_steps(self) -> int:
@@ -86,11 +83,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._began(self.paged)
         self._view.begin(state.global_step, state.max_steps)
         self._stop.patient = True
-        self.kernel.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree on signals that any rank has received."""
-        self.kernel.end()
         self.steps += 1
         wishes = self._sum([float(self._stop.received == number) for number in SIGNALS])
         self.stopped_by = next((int(number) for number, wish in zip(SIGNALS, wishes, strict=True) if wish), 0)
@@ -137,13 +132,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             self.checkpointed = state.global_step
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         self.best = int(best.rpartition("-")[2]) if best else 0
-        self.kernel.begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start timing the next step after the evaluation."""
         if self.paged is not None:
             self.paged.run.ledger.restart_step()
-        self.kernel.begin()
 
     def _figures(self, step: int, logs: dict[str, Any]) -> dict[str, Any]:
         """Show a logged step, and return its figures, which are means over the steps since the previous log."""

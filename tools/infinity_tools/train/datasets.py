@@ -11,7 +11,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,29 +39,6 @@ _LIBRARY = 16 * MIB
 """Maximum size of the part of Python's standard library that is used as training data."""
 _END = "\0"
 """End of a text for a model without a tokenizer, whose tokens are bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Options of `infinity train` that select the data. Each is a key of a recipe."""
-
-    data: tuple[str, ...] = ()
-    """Datasets (files, folders, Hub ids). Empty: the source code of Python's standard library."""
-    split: str = ""
-    """Split to train on. Empty: `train`, or the only one."""
-    eval_data: tuple[str, ...] = ()
-    """Datasets to evaluate on. Empty: `eval_split` of `data`, if given."""
-    eval_split: str = ""
-    """Split to evaluate on. Empty: `validation`, `test` or `eval`, or the only one of `eval_data`."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Columns of the dataset to use for TRL's columns (``{"prompt": "question", "completion": "answer"}``)."""
-
-    @classmethod
-    def of(cls, recipe: Mapping[str, Any]) -> DataOptions:
-        """Return the options in a recipe."""
-        given = [(item.name, recipe[item.name]) for item in fields(cls) if recipe.get(item.name)]
-        named: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
-        return cls(**named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +128,11 @@ def cache_in(folder: Path) -> None:
         config.HF_DATASETS_CACHE = folder / "datasets"
 
 
-def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource) -> Data:
-    """Return the datasets for a method (``sft`` or ``dpo``). All ranks must call this function together.
+def load(recipe: Mapping[str, Any], tokenizer: Any, source: ModelSource) -> Data:
+    """Return the datasets of a recipe. All ranks must call this function together.
+
+    Without `data`, this is the source code of Python's standard library. The default of `split` is `train` or the only
+    one, and the default of `eval_split` is `validation`, `test` or `eval`, or the only one of `eval_data`.
 
     Raises:
         ConfigError: if a dataset cannot be read, or its columns are not recognized; the message lists them.
@@ -161,18 +141,20 @@ def load(options: DataOptions, method: str, tokenizer: Any, source: ModelSource)
     with needs("train", "infinity train"):
         from accelerate import PartialState
 
+    method, columns = recipe["method"], recipe.get("columns") or {}
+    given, eval_split = recipe.get("data") or (), recipe.get("eval_split") or ""
     with PartialState().local_main_process_first():
         as_bytes = tokenizer.eos_token == _END
-        if options.data:
-            rows = _open(options.data, options.split, "--data", ("train",), as_bytes)
+        if given:
+            rows = _open(given, recipe.get("split") or "", "--data", ("train",), as_bytes)
         else:
             rows = _standard_library(as_bytes)
-        train, kind = in_columns_of_trl(rows, method, options.columns, tokenizer, "--data")
-        held_out = options.eval_data or (options.data if options.eval_split else ())
+        train, kind = in_columns_of_trl(rows, method, columns, tokenizer, "--data")
+        held_out = recipe.get("eval_data") or (given if eval_split else ())
         evaluation = None
         if held_out:
-            rows = _open(held_out, options.eval_split, "--eval_data", ("validation", "test", "eval"), as_bytes)
-            evaluation, other = in_columns_of_trl(rows, method, options.columns, tokenizer, "--eval_data")
+            rows = _open(held_out, eval_split, "--eval_data", ("validation", "test", "eval"), as_bytes)
+            evaluation, other = in_columns_of_trl(rows, method, columns, tokenizer, "--eval_data")
             if other != kind:
                 raise ConfigError(f"--data contains {kind}, but --eval_data contains {other}; use the same kind")
     said = f"data: {len(train):,} {kind}" + (f"; {len(evaluation):,} to evaluate on" if evaluation is not None else "")

@@ -34,7 +34,7 @@ from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype
 from infinity_tools.progress import View, open_view, short
 from infinity_tools.signals import StopRequest
-from infinity_tools.summary import Claim, RunFacts, result_lines, summarize, summary_table, write_summary
+from infinity_tools.summary import claim, result_lines, summarize, summary_table, write_summary
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train import resume
 from infinity_tools.train.arguments import arguments_of, check_recipe, complete, defaults_for
@@ -153,8 +153,8 @@ def _output_folder(out: Path, settings: Config, ranks: Ranks, *, resumes: bool) 
     """
     made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("creating the output folder", lambda: _with_folders(out, settings))
-    claim: Any = (lambda: Claim(out, LOG, resumes=resumes)) if ranks.rank == 0 else nullcontext
-    with without_leftovers(made), ranks.together("claiming the output folder", claim):
+    claimed: Any = (lambda: claim(out, LOG, resumes=resumes)) if ranks.rank == 0 else nullcontext
+    with without_leftovers(made), ranks.together("claiming the output folder", claimed):
         yield settings
 
 
@@ -196,7 +196,7 @@ class Run:
         tokenizer = datasets.load_tokenizer(recipe.get("tokenizer"), source, recipe.get("chat_template_path"))
         self._view.doing("preparing the data")
         datasets.cache_in(self._out)
-        data = datasets.load(datasets.DataOptions.of(recipe), recipe["method"], tokenizer, source)
+        data = datasets.load(recipe, tokenizer, source)
         self._said = data.said
         args = self._arguments(data)
         model = build_model(recipe, source, mesh, bf16=self._dtype == "bf16")
@@ -339,8 +339,8 @@ class Run:
         """Return the content of `summary.json`, and close the run."""
         callback, ranks, args = self.callback, self._ranks, trainer.args
         paged = trainer.optimizer.optimizer
-        reports = ranks.collect(report(paged, callback.kernel.steps, ranks))
-        facts = RunFacts(
+        reports = ranks.collect(report(paged))
+        facts = dict(
             run_id=paged.run.folder.run_id,
             model=self._source.name,
             dtype=self._dtype,
@@ -360,8 +360,8 @@ class Run:
             recipe=self._recipe,
             eval_losses=tuple(callback.eval_losses),
         )
-        mine = reports[ranks.rank].node
-        summary = summarize(facts, [found for found in reports if found.node == mine])
+        mine = reports[ranks.rank]["node"]
+        summary = summarize(facts, [found for found in reports if found["node"] == mine])
         return summary | {"next": self._next(stopped=bool(callback.stopped_by))}
 
 

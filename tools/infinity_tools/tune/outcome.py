@@ -1,4 +1,4 @@
-"""Inputs and outcomes of trials, as plain data that a journal can store."""
+"""Inputs and outcomes of trials."""
 
 from __future__ import annotations
 

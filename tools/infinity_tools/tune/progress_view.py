@@ -12,7 +12,7 @@ from rich.text import Text
 
 from infinity.units import format_number
 from infinity_tools.tune.outcome import Role, Trial
-from infinity_tools.tune.search_space import Candidate, describe
+from infinity_tools.tune.search_space import Candidate, changes, describe
 
 ROLES: dict[Role, str] = {
     "start": "initial settings",
@@ -59,8 +59,7 @@ class View:
 
     def trying(self, role: Role, candidate: Candidate, best: Candidate) -> None:
         """Show the candidate that is being measured."""
-        changes = {name: value for name, value in candidate.items() if value != best[name]}
-        words = ROLES[role] if role != "change" else describe(changes)
+        words = ROLES[role] if role != "change" else describe(changes(candidate, best))
         self._now, self._since = words, time.monotonic()
 
     def tried(self, trial: Trial) -> None:
@@ -71,8 +70,8 @@ class View:
 
     def improved(self, relative: float, best: Candidate) -> None:
         """Show a new best candidate."""
-        changes = {name: value for name, value in best.items() if value != self._start[name]}
-        self.say(f"{self._left()} left: {1 - relative:.1%} less time per step with {describe(changes)}")
+        found = describe(changes(best, self._start))
+        self.say(f"{self._left()} left: {1 - relative:.1%} less time per step with {found}")
 
     def _left(self) -> str:
         left = max(0, round(60 * self._minutes - self._clock()))

@@ -18,8 +18,6 @@ therefore makes a few dozen trials and compares each with a measurement made nex
    cancels out.
 6. At the end, start and winner are measured alternately (`repeats`). The median of these ratios is the gain, and half
    their range is its spread. If the gain is below `GAIN` or below the spread, the start is kept.
-
-The same outcomes lead to the same trials, so a search can be resumed from its journal.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
-from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space
+from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space, changes
 
 GAIN = 0.01
 """Minimum gain, as a fraction of the step time. A smaller gain does not justify changing a setting."""
@@ -212,7 +210,7 @@ class Search:
             number=len(self.trials) + 1,
             role=role,
             candidate=dict(candidate),
-            changes=self._space.changes(candidate, self.best),
+            changes=changes(candidate, self.best),
             outcome=outcome,
             ratio=ratio,
             relative=start or (None if ratio is None else ratio * self.relative),

@@ -94,9 +94,10 @@ class Space:
             found["storage.request_bytes"] = min(found["storage.request_bytes"], page)
         return tuple(sorted(found.items()))
 
-    def changes(self, candidate: Candidate, base: Candidate) -> dict[str, Any]:
-        """Return the settings in which a candidate differs from `base`."""
-        return {name: value for name, value in candidate.items() if value != base[name]}
+
+def changes(candidate: Candidate, base: Candidate) -> dict[str, Any]:
+    """Return the settings in which a candidate differs from `base`."""
+    return {name: value for name, value in candidate.items() if value != base[name]}
 
 
 def value_of(settings: Config, name: str) -> Any:
@@ -175,6 +176,6 @@ def shown(name: str, value: Any) -> str:
     return "auto" if value == -1 else str(value)
 
 
-def describe(changes: Mapping[str, Any], same: str = "unchanged") -> str:
-    """Return settings and values on one line, or `same` if there are no changes."""
-    return ", ".join(f"{name.partition('.')[2]} {shown(name, value)}" for name, value in changes.items()) or same
+def describe(values: Mapping[str, Any], same: str = "unchanged") -> str:
+    """Return settings and values on one line, or `same` if there are none."""
+    return ", ".join(f"{name.partition('.')[2]} {shown(name, value)}" for name, value in values.items()) or same

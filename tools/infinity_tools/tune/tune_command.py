@@ -23,7 +23,7 @@ _MODEL, _STATE, _SEARCH = "Model and batch", "State on NVMe", "Search"
 
 def tune(
     out: Annotated[
-        Path, typer.Option(help="Output folder for infinity.toml, tune.json, tune.png and trials.json.")
+        Path, typer.Option(help="Output folder for infinity.toml, tune.json and tune.png.")
     ] = Path("tuned"),
     model: Annotated[
         str,
@@ -79,11 +79,6 @@ def tune(
         typer.Option(min=1, max=100, help="Number of final comparisons between the initial settings and the winner.",
                      rich_help_panel=_SEARCH),
     ] = 3,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue the search in OUT/trials.json; --minutes includes the earlier time.",
-                     rich_help_panel=_SEARCH),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:  # fmt: skip
@@ -91,8 +86,9 @@ def tune(
 
     For example: `infinity tune --model llama-100m --nvme /nvme0/run --host-memory 2GiB --minutes 5 --out tuned`, then
     `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders under --nvme,
-    which are removed at the end. The exit status is 0 if the search completes, even without a gain; 2 if an option or a
-    setting must be changed; and 1 for other errors.
+    which are removed at the end. A search that is stopped by a signal writes the best settings so far. The exit status
+    is 0 if the search completes, even without a gain; 2 if an option or a setting must be changed; and 1 for other
+    errors.
     """
     if model == "list":
         list_presets(json=json)
@@ -120,7 +116,7 @@ def tune(
     }
     settings = load_config(config).with_values(**{name: value for name, value in changes.items() if value is not None})
     plan = make_plan(workload, settings, allow_format, minutes=minutes, repeats=repeats)
-    summary = Tuning(plan, out, Console(stderr=True), json=json).run(resume=resume)
+    summary = Tuning(plan, out, Console(stderr=True), json=json).run()
     if json:
         typer.echo(json_format.dumps(summary))
         return

@@ -15,7 +15,7 @@ from infinity_tools.output import write_out
 from infinity_tools.progress import short
 from infinity_tools.toml import settings_toml
 from infinity_tools.tune.outcome import Result, Trial
-from infinity_tools.tune.search_space import describe
+from infinity_tools.tune.search_space import changes, describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def summarize(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return the contents of tune.json."""
     kinds = [trial.outcome.kind for trial in trials]
-    changes = {name: value for name, value in result.best.items() if value != result.start[name]}
     return {
         **facts,
         "faster": result.is_faster,
@@ -40,7 +39,7 @@ def summarize(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any],
         "step_seconds": {"start": result.start_seconds, "best": result.step_seconds},
         "start": result.start,
         "best": result.best,
-        "changes": changes,
+        "changes": changes(result.best, result.start),
         "seconds": seconds,
         "candidates": result.tried,
         "trials": {kind: kinds.count(kind) for kind in ("measured", "slow", "skipped", "failed")},

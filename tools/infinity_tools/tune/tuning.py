@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,22 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
 from infinity.untrusted_files import why_not_written
-from infinity_tools.output import check_out, without_leftovers
+from infinity_tools.output import check_out, without_leftovers, write_out
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
+from infinity_tools.toml import settings_toml
 from infinity_tools.trial_folders import trial_folders
-from infinity_tools.tune.journal import Journal, check_file
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
 from infinity_tools.tune.progress_view import View
 from infinity_tools.tune.search import Search, SearchFailed
-from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candidate_of, make_space
+from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candidate_of, changes, describe, make_space
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.trial_worker import Worker
 from infinity_tools.tune.tune_report import summarize, write_results
 
-FILES = ("infinity.toml", "tune.json", "tune.png", "trials.json")
+FILES = ("infinity.toml", "tune.json", "tune.png")
 """Output files."""
-SETTINGS, JOURNAL = FILES[0], FILES[-1]
+SETTINGS = FILES[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,79 +90,71 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
 
 
 class Tuning:
-    """A search with its resources: folders, trial process, journal and progress display."""
+    """A search with its resources: folders, trial process and progress display."""
 
     def __init__(self, plan: Plan, out: Path, console: Console, *, json: bool) -> None:
         self._plan, self._out, self._console, self._json = plan, out, console, json
-        self._trials: list[Trial] = []
 
-    def run(self, *, resume: bool) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Search, write the results, and return the contents of tune.json.
 
         Raises:
             InfinityError: if an option or a setting is invalid, or the search failed.
-            SystemExit: on a signal.
+            SystemExit: on a signal. If a candidate was faster than the start, its settings are written first.
         """
         plan, began = self._plan, time.monotonic()
         with ExitStack() as stack:
             made = [folder for folder in (self._out, *self._out.parents) if not os.path.lexists(folder)]
             stack.enter_context(without_leftovers(made))
             _make(self._out)
-            check_file(self._out / JOURNAL, resume=resume)
             stop = stack.enter_context(
                 StopRequest("" if self._json else "stopping; press Ctrl-C again to stop immediately")
             )
             stop.patient = True  # polled while a trial runs, because an exception raised anywhere might get lost
-            stack.enter_context(self._explaining_resume())
             view = stack.enter_context(View(self._console, plan.start, minutes=plan.minutes, silent=self._json))
             folders = stack.enter_context(trial_folders(plan.settings.storage.paths, plan.settings.telemetry))
             worker = stack.enter_context(Worker(plan.workload, plan.settings, folders, lambda: stop.received))
             worker.start()
             self._say_workload(view, worker)
-            options = {name.replace("_", "-"): value for name, value in self._about(worker).items()}
-            journal = Journal(self._out / JOURNAL, {**options, **plan.start}, began, resume=resume)
-            result, seconds = self._search(view, worker, journal)
+            result, trials, seconds = self._search(view, worker, began)
         facts = {
             **self._about(worker),
             "minutes": plan.minutes,
             "start_is_defaults": plan.start == candidate_of(Config(), plan.limits.host_bytes),
         }
-        summary = summarize(result, self._trials, facts, seconds)
+        summary = summarize(result, trials, facts, seconds)
         found = plan.settings.with_values(**result.best)
-        write_results(self._out, found, self._heading(summary), summary, self._trials)
+        write_results(self._out, found, self._heading(summary), summary, trials)
         return summary
 
-    def _search(self, view: View, worker: Worker, journal: Journal) -> tuple[Result, float]:
+    def _search(self, view: View, worker: Worker, began: float) -> tuple[Result, list[Trial], float]:
         plan = self._plan
 
+        def clock() -> float:
+            return time.monotonic() - began
+
         def measure(candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
-            outcome = journal.answer(role, candidate)
-            if outcome is None:
-                view.trying(role, candidate, search.best)
-                outcome = worker.measure(candidate, bounds)
-                journal.add(role, candidate, outcome)
-            return outcome
+            view.trying(role, candidate, search.best)
+            return worker.measure(candidate, bounds)
 
-        def tried(trial: Trial) -> None:
-            self._trials.append(trial)
-            view.tried(trial)
-
-        view.begin(journal.clock)
+        view.begin(clock)
         search = Search(
             measure,
             lambda effective: make_space(plan.start, plan.limits, effective),
-            journal.clock,
+            clock,
             seconds=60 * plan.minutes,
             repeats=plan.repeats,
-            on_trial=tried,
+            on_trial=view.tried,
             on_best=view.improved,
         )
         try:
-            return search.run(), journal.clock()
+            return search.run(), search.trials, clock()
         except SearchFailed as error:
-            (self._out / JOURNAL).unlink(missing_ok=True)  # it holds no measurement to resume from
             reason = f"cannot train with the initial settings: {error.outcome.reason}"
             raise (ConfigError if error.outcome.usage else InfinityError)(reason) from None
+        except SystemExit:
+            view.say(f"stopped: {self._keep(search.best)}")
+            raise
 
     def _say_workload(self, view: View, worker: Worker) -> None:
         plan, facts = self._plan, worker.facts
@@ -195,20 +185,14 @@ class Tuning:
             f"{summary['model']}, {summary['dtype']}, {summary['batch_tokens']} tokens per step, {summary['device']}.",
         ]
 
-    @contextmanager
-    def _explaining_resume(self) -> Iterator[None]:
-        """Report how many trials are saved if the search is stopped early."""
-        try:
-            yield
-        except (SystemExit, KeyboardInterrupt):
-            if not self._json:
-                there = (self._out / JOURNAL).exists() and self._trials
-                number = len(self._trials)
-                saved = f"{number} trial{'s are' if number > 1 else ' is'} saved; continue with --resume"
-                left = saved if there else "no trial is saved"
-                with suppress(OSError):
-                    sys.stderr.write(f"stopped: {left}\n")
-            raise
+    def _keep(self, best: Candidate) -> str:
+        """Write the best settings of a stopped search, unless no candidate was faster. Return a description."""
+        if best == self._plan.start:
+            return "no candidate was faster yet"
+        found = self._plan.settings.with_values(**best)
+        heading = ["Found by infinity tune, which was stopped before the final comparison."]
+        write_out(self._out, {SETTINGS: settings_toml(found, heading)}, {})
+        return f"wrote {self._out / SETTINGS} with {describe(changes(best, self._plan.start))}"
 
 
 def _make(out: Path) -> None:
