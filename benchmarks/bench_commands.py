@@ -17,7 +17,7 @@ from pathlib import Path
 from bench_step import RESULTS, machine
 
 COMMANDS = ("-h", "plan -h", "tune -h", "train -h", "probe -h", "doctor -h", "top -h", "migrate -h", "status -h",
-            "store ls -h", "store ls .", "version")  # fmt: skip
+            "store ls -h", "store ls .", "--version")  # fmt: skip
 
 
 def seconds(words: str, folder: str) -> float:

@@ -106,7 +106,7 @@ def choose_budget(
         device: whether the model trains on a device other than the CPU. Gradients in transit from the device then use
             part of the memory.
         activations: settings of activations, which may use part of the memory.
-        known: layout for the same FSDP modules and formats. It saves the time to build it again.
+        known: layout for the same FSDP modules and formats. If given, it is reused instead of being built again.
 
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.

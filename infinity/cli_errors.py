@@ -6,6 +6,7 @@ same reason, only one of them prints it.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import math
@@ -90,11 +91,24 @@ class Commands(_Shown, TyperGroup):
                 _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
 
 
+def _exact_or_replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeEncodeError:
+        return codecs.replace_errors(error)
+
+
+codecs.register_error("infinity.replace", _exact_or_replaced)
+
+
 def write_any_text() -> None:
-    """Replace characters that the encoding of standard output or standard error lacks, instead of raising."""
+    """Replace characters that the encoding of standard output or standard error lacks, instead of raising.
+
+    Bytes of file names that are not valid text are written unchanged, so that a printed path can be copied.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="infinity.replace")
 
 
 def _write_help(command: Any, context: Any, formatter: Any) -> None:

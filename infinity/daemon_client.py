@@ -22,8 +22,8 @@ SOCKET_NAME = "infinityd.sock"
 _ANSWER_SECONDS = 2.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 3.0, 0.2
 """Time limit and interval, in seconds, for retrying a space reservation."""
-_MOST_BYTES = 1 << 20
-"""Maximum size of a response. The status of a thousand ranks is shorter."""
+_MOST_BYTES = 4 << 20
+"""Maximum size of a response. The state of a node with a thousand ranks is shorter."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _log = logging.getLogger("infinity")
 

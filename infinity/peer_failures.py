@@ -1,8 +1,8 @@
 """Failure propagation between the ranks of a run: if one rank fails, all ranks end and report its reason.
 
 An error is raised only in the process of the failing rank. The other ranks wait for it in a collective: under gloo
-until its process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that looks
-for failures every second.
+until its process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that looks for
+failures every second.
 
 [Note: how a failure travels] A failing rank publishes the reason in the store of the process group; the first reason
 counts. A killed rank cannot publish a reason. The other ranks on its node check every second whether its process still
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from infinity.errors import LostRankError, is_lost_connection
 from infinity.ranks import Ranks
-from infinity.telemetry.stats_file import process_start
+from infinity.telemetry.stats_file import has_exited, process_start
 
 _log = logging.getLogger("infinity")
 
@@ -128,7 +128,7 @@ class Peers:
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
             for rank, (pid, started) in list(self._processes.items()):
-                if process_start(pid) != started:
+                if has_exited(pid, started):
                     del self._processes[rank]
                     ended.append((rank, pid))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support import processes
 from support.ranks import RankPool
 
 # Without a deadline, a busy machine does not fail a test.
@@ -38,6 +39,12 @@ def _single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_environment() -> None:
+    """Start the server of `fork_server` with the environment from before the first test."""
+    processes.server_environment.update(os.environ)
 
 
 @pytest.fixture(scope="session", autouse=True)

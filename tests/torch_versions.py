@@ -114,7 +114,8 @@ def try_release(
     wanted = [requirement("torch", torch), requirement("transformers", transformers)]
     install = [python, "-m", "pip", "install", "--quiet", "--upgrade", *wanted, "--editable", f"{ROOT}[dev]"]
     train = [python, "-m", "infinity_tools", *TRAIN, "--nvme", "."]
-    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(processes), *tests]
+    selected = ["-m", "not wheel and not gpu"]  # includes the rows that `make test` omits
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(processes), *selected, *tests]
     with log.open("w") as output, tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not environment.exists():
             venv.create(environment, with_pip=True)

@@ -14,8 +14,8 @@ from infinity_daemon.collectors import family_of
 from infinity_daemon.log import event
 
 Collect = Callable[[], Iterable[Family]]
-"""Source of metric families, which accesses no drive. If it raises an exception, the families that it has already
-yielded are still served."""
+"""Function that yields metric families. It must not access monitored drives, because a scrape waits for it. If it
+raises an exception, the families that it has already yielded are still served."""
 
 
 class Collection(Collector):
@@ -46,7 +46,7 @@ class Collection(Collector):
                 else:
                     self.health[name] = True
                 seconds[name] = time.perf_counter() - begin
+            success = [((name,), float(well)) for name, well in self.health.items()]
         yield from families
-        success = (((name,), float(well)) for name, well in self.health.items())
         yield family_of("daemon_collector_success", success)
         yield family_of("daemon_collector_duration_seconds", (((name,), took) for name, took in seconds.items()))

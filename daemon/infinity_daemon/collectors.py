@@ -90,7 +90,7 @@ class DeviceFamilies:
         """
         looked, trees = self._drives.found
         if (age := time.time() - looked) > _MOST_SECONDS:
-            raise TimeoutError(f"no answer of the drives for {age:.0f} s")
+            raise TimeoutError(f"the drives have not responded for {age:.0f} s")
         drives = {tree["name"]: tree for tree in trees if tree["paths"] != [tree["name"]]}  # without missing paths
         for metric, (section, key) in _FIGURES.items():
             yield family_of(metric, (((name,), tree.get(section, {}).get(key)) for name, tree in drives.items()))

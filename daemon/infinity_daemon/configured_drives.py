@@ -35,8 +35,8 @@ class Drives:
         self._bandwidth, self._wear = bandwidth, wear
         self._looks = DriveLooks(sysfs)  # only used by the monitoring thread
         self.found: tuple[float, list[Tree]] = (time.time(), [])
-        """Unix time of the last reading (at first the start), and the figures for each drive. Only replaced as a
-        whole, because other threads read it."""
+        """Unix time of the last reading, or of the start of the daemon before the first one, and the figures for each
+        drive. Only replaced as a whole, because other threads read it."""
 
     def look(self) -> None:
         """Update the figures. Called once per second."""

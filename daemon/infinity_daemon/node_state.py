@@ -21,7 +21,7 @@ from infinity_daemon.stale import StaleRun, StaleRuns
 from infinity_daemon.stats_files import Found
 
 _BEAT_SECONDS: Final = 5.0
-"""Maximum time between two messages of a stream, and maximum time that a request waits for the first state."""
+"""Maximum time between two messages of a stream, and maximum time that `/api/state` waits for the first state."""
 _MAX_STALE: Final = 256
 """Maximum number of stale runs in the state."""
 
@@ -74,6 +74,7 @@ class NodeState:
             "time": unix,
             "node": {"host": socket.gethostname(), **self._about(), "broken_stats_files": found.broken},
             "runs": runs,
+            "omitted_runs": self._runs.omitted,
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,
             "reservations": self._reservations.largest(),
@@ -87,12 +88,13 @@ class NodeState:
     def now(self) -> Tree:
         """Return the current state with the current reservations, but without the histories of the runs.
 
-        Waits up to a few seconds for the first state.
+        Empty before the first state.
         """
         with self._news:
-            self._news.wait_for(lambda: self._number > 0, _BEAT_SECONDS)
             tree = self._tree
-        runs = [{name: value for name, value in run.items() if name != "history"} for run in tree.get("runs", ())]
+        if not tree:
+            return {}
+        runs = [{name: value for name, value in run.items() if name != "history"} for run in tree["runs"]]
         now: Tree = plain({**tree, "runs": runs, "reservations": self._reservations.largest()})
         return now
 
@@ -134,4 +136,5 @@ def _stale_tree(run: StaleRun) -> Tree:
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
-    return {**drive, "reserved": reserved.get(drive["name"], 0), "runs": moved}
+    shown = {name: value for name, value in drive.items() if name != "counters"}  # only the metrics need the counters
+    return {**shown, "reserved": reserved.get(drive["name"], 0), "runs": moved}

@@ -36,13 +36,15 @@ Answer = Mapping[str, object]
 
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
+_STATE_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
+"""Time limit and interval, in seconds, of waiting for the first state. Clients wait for two seconds."""
 
 
 class Requests:
     """Handles requests.
 
-    `state` returns the ``state`` response. `rates_of` returns the bandwidth limits of a run. `used` is called with the
-    names of drives that a run is about to use.
+    `state` returns the ``state`` response, or an empty one before the first state. `rates_of` returns the bandwidth
+    limits of a run. `used` is called with the names of drives that a run is about to use.
     """
 
     def __init__(
@@ -90,7 +92,12 @@ class Requests:
             return {"error": f"internal error: {type(error).__name__}"}
 
     async def _current(self, _: Owner) -> Answer:
-        return await asyncio.to_thread(self._state)
+        end = time.monotonic() + _STATE_SECONDS
+        while not (state := await asyncio.to_thread(self._state)):
+            if time.monotonic() > end:
+                raise InfinityError("infinityd has no state yet; try again in a few seconds")
+            await asyncio.sleep(_PAUSE_SECONDS)
+        return state
 
     async def _bandwidth(self, owner: Owner, paths: Sequence[str]) -> Answer:
         drives = {path: (await asyncio.to_thread(_place, owner, path)).drive for path in paths}
@@ -105,8 +112,7 @@ class Requests:
         }
 
     def _worn(self, drive: Drive) -> Mapping[str, object]:
-        found = self._wear(drive)
-        return {"device": drive.name, "rated_bytes": found.rated, "left_bytes": found.left}
+        return {"device": drive.name, "left_bytes": self._wear(drive).left}
 
     async def _record_bandwidth(self, owner: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not trusted(owner.uid):  # the profile of a drive affects the runs of all users

@@ -114,15 +114,16 @@ class Daemon:
         )
         self._server = SocketServer(config.socket, requests.answer, users)
         self._port = 0  # TCP port of the HTTP server, or 0 before it is started
+        self._drives.paths = config.drives.paths  # and, from the first sweep on, the paths of exported ranks
         self._apply(config)
 
     def _about(self) -> dict[str, object]:
         """Return information about the daemon for the state of the node and ``/healthz``."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
-        return {**about, "metrics_port": self._port, "collectors": self._collection.health}
+        return {**about, "metrics_port": self._port, "collectors": dict(self._collection.health)}
 
     def _worn(self, drive: Drive) -> DriveWear:
-        """Return the wear of a drive, after taking a sample in case the daemon is not being scraped."""
+        """Return the wear of a drive, after taking a sample in case the drive is not monitored."""
         self._wear.look([drive])
         return self._wear.of(drive)
 
@@ -137,7 +138,6 @@ class Daemon:
             "ended": config.stats_files.keep_ended_seconds,
         }
         self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
-        self._drives.paths = config.drives.paths  # and the paths of live ranks, once they are known
         self._measuring.settings, self._stale.settings = config.measure, config.stale
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
 
@@ -216,7 +216,7 @@ class Daemon:
             self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
             self._drives.paths = (
                 *self._config.drives.paths,
-                *(path for snapshot in live for path in snapshot.header.paths if path),
+                *(path for snapshot in found.exported for path in snapshot.header.paths if path),
             )
             limits = {run: self._rates_of(run) for run in {snapshot.header.run_id for snapshot in live}}
             await asyncio.to_thread(self._state.observe, found, limits, now)

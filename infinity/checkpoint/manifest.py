@@ -297,18 +297,23 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
-def read_manifest(file: Path) -> Manifest:
+def read_manifest(file: Path, *, decode: bool = True) -> Manifest:
     """Read and validate a manifest.
+
+    Args:
+        file: Manifest.
+        decode: If ``False``, `extra`, `own`, `scalars` and `groups` are returned as they are stored, because decoding
+            their tensors imports torch.
 
     Raises:
         CheckpointError: if the manifest cannot be read, is malformed, or does not match its checksum or its name.
     """
     with using(file):
         content = read_regular(file, _MOST)
-    return _decode(file, content)
+    return _decode(file, content, decode=decode)
 
 
-def _decode(file: Path, content: bytes) -> Manifest:
+def _decode(file: Path, content: bytes, *, decode: bool = True) -> Manifest:
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
@@ -322,9 +327,12 @@ def _decode(file: Path, content: bytes) -> Manifest:
         values = _BODY(body)
         layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
         values["description"] = RunDescription.from_plain(values["description"], page_bytes)
-        values["extra"], values["own"] = load_values(values["extra"]), load_values(values["own"])
-        values["scalars"] = {shard: load_values(scalars) for shard, scalars in values["scalars"].items()}
-        values["groups"] = [{**load_values(group["settings"]), "params": group["params"]} for group in values["groups"]]
+        if decode:
+            values["extra"], values["own"] = load_values(values["extra"]), load_values(values["own"])
+            values["scalars"] = {shard: load_values(scalars) for shard, scalars in values["scalars"].items()}
+            values["groups"] = [
+                {**load_values(group["settings"]), "params": group["params"]} for group in values["groups"]
+            ]
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:

@@ -715,11 +715,9 @@ def budget_of(
 ) -> Budget:
     """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule.
 
+    The other arguments are those of `estimate`.
+
     Args:
-        model: See `estimate`.
-        workload: See `estimate`.
-        machine: See `estimate`.
-        settings: See `estimate`.
         known: A layout for the same model, workload and state format, if the caller has one.
     """
     if workload.optimizer not in OPTIMIZERS:

@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -44,10 +43,23 @@ _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(va
 
 
 class _Sealed(type):
-    """Class of classes whose attributes cannot be set, which a pickle can do with every class that it names."""
+    """Metaclass whose classes reject attribute assignment, because a pickle could otherwise modify every class that it
+    names.
+    """
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise AttributeError(f"{name} cannot be set")
+
+
+class _MemoryFormat(int, metaclass=_Sealed):
+    """Integer that equals a member of torch's enum of memory formats, which a pickle could modify."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == getattr(other, "value", None)
+
+    __hash__ = int.__hash__
 
 
 class _Unpickler(pickle.Unpickler):
@@ -60,7 +72,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"):
-            return partial(lambda encodings, code: encodings(code), super().find_class(module, name))
+            return _MemoryFormat
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _LAYOUTS.get
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path"):
@@ -124,8 +136,11 @@ def read_metadata(file: Path) -> Metadata:
     for index, item in found.storage_data.items():
         _expect(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), "index")
         _expect(index.offset is None or _is_size(index.offset), "size")
-        _expect(all(type(number) is int and number >= 0 for number in (index.index or 0, item.offset, item.length)),
-                "number")  # fmt: skip
+        _expect(type(item).__name__ == "_StorageInfo", "storage info")  # a private class of torch
+        numbers = (item.offset, item.length, 0 if index.index is None else index.index)
+        _expect(all(type(number) is int and number >= 0 for number in numbers), "number")
+        transforms = item.transform_descriptors or ()
+        _expect(isinstance(transforms, list | tuple) and all(isinstance(one, str) for one in transforms), "transform")
         path = PurePosixPath(item.relative_path)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"it names {str(path)[:200]!r}, which is outside of the folder")

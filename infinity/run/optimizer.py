@@ -405,9 +405,9 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
 
         The files are bit for bit equal to the output of `infinity export` for a checkpoint of the same step: the
         weights, with the names and shapes that the model's own `save_pretrained` uses, config.json, and the files next
-        to the weights that the run started from. The folder appears only once it is complete. Peak
-        memory is the size of one file. All ranks must call it together, between two steps; rank 0 writes the files.
-        Training is not affected.
+        to the weights that the run started from. The folder appears only once it is complete. Peak memory is the size
+        of one file. All ranks must call it together, between two steps; rank 0 writes the files. Training is not
+        affected.
 
         Args:
             folder: destination; a new or empty folder.

@@ -75,7 +75,8 @@ def lay_out(
     """Return the path for new versions of each page, and the slots of the state.
 
     Every extent of a checkpoint is a slot as well. The pages of a checkpoint stay on the path on which the checkpoint
-    stores them, even if `stripe_weights` would place them elsewhere.
+    stores them, even if `stripe_weights` would place them elsewhere because the bandwidth may have been measured again
+    since.
 
     Args:
         pages: pages of the rank, by index.

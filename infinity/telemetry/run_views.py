@@ -125,6 +125,8 @@ class Runs:
         self._drive_of = drive_of
         self._runs: dict[str, _Run] = {}
         """Runs with stats files, by id."""
+        self.omitted = 0
+        """Number of runs that the last report omitted, because it contains at most `_MOST_RUNS` runs."""
 
     def look(
         self, snapshots: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
@@ -150,6 +152,7 @@ class Runs:
             places[name] = turns[snapshots_of_run[0].uid]
             turns[snapshots_of_run[0].uid] += 1
         shown = set(sorted(places, key=lambda name: places[name])[:_MOST_RUNS])
+        self.omitted = len(places) - len(shown)
         known, self._runs = self._runs, {}
         for name, snapshots_of_run in newest_first:
             if name not in shown:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -276,11 +277,28 @@ def _parse_header(data: bytes) -> StatsHeader:
 def process_start(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, or 0 if it has exited or cannot be inspected."""
     try:
-        # The name in parentheses may contain spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+        return _inspected_start(pid)
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def has_exited(pid: int, started: int) -> bool:
+    """Return whether a process that started at `started` (`process_start`, 0: unknown) has exited.
+
+    The result is False if the process cannot be inspected, for example because too many files are open.
+    """
+    try:
+        return bool(started) and _inspected_start(pid) != started
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ESRCH)
+    except (ValueError, IndexError):
+        return False
+
+
+def _inspected_start(pid: int) -> int:
+    # The name in parentheses may contain spaces and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def pid_namespace() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from support import crash
 from support.processes import run_program
 
@@ -18,3 +20,15 @@ def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     (counts,) = re.findall(r"2 ranks: (\d+) resumes, (\d+) kills, of which (\d+) with a loss of power", done.stdout)
     # The number of runs that reach a checkpoint depends on the load of the machine.
     assert all(seen >= least for seen, least in zip(map(int, counts), (2, 3, 2), strict=True)), done.stdout
+
+
+@pytest.mark.wide
+def test_runs_killed_many_times_resume_bit_for_bit(tmp_path: Path) -> None:
+    numbers = ("--trials", 40, "--power", 20, "--seed", 7)
+    done = run_program(Path(crash.__file__), *numbers, "--dir", tmp_path, folder=tmp_path, environment={})
+    assert done.stdout.splitlines()[-1:] == ["60 trials, 0 failures"], done.stdout + done.stderr[-4000:]
+    for ranks in ("1 rank", "2 ranks"):
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{ranks}: "))
+        resumes, kills, power_losses, *_, commands = map(int, re.findall(r"\d+", line.partition(":")[2]))
+        counts = (resumes, kills, power_losses, commands)
+        assert all(seen >= least for seen, least in zip(counts, (3, 15, 4, 3), strict=True)), done.stdout

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import socket
+import struct
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from support.daemon_process import client, daemon, get, until
+from support.daemon_process import client, daemon, get, talk, until
 
 MIB = 1 << 20
 
@@ -90,4 +94,38 @@ def test_every_line_is_answered(number: int, tmp_path: Path) -> None:
             assert "infinity_daemon_build_info" in get(process.port, "/metrics")
         until(lambda: resources(daemon_process)[1] <= before[1] + 2)
         assert resources(daemon_process)[0] < before[0] + 32 * MIB
+        assert "Traceback" not in process.log.read_text()
+
+
+@pytest.mark.parametrize("number", [150, pytest.param(1_000, marks=pytest.mark.wide)])
+def test_silent_and_disconnecting_clients_do_not_block_others(number: int, tmp_path: Path) -> None:
+    """Some connections are silent, some send half a message and some are reset; metrics are still served."""
+    chance = random.Random(1)
+    with daemon(tmp_path) as process, ExitStack() as held:
+        daemon_process = psutil.Process(process.pid)
+        assert talk(tmp_path, {"op": "state"})[0]["ok"]
+        before = resources(daemon_process)
+        for index in range(number):
+            peer = socket.socket(socket.AF_UNIX)
+            peer.settimeout(60)
+            with contextlib.suppress(OSError):
+                peer.connect(str(tmp_path / "infinityd.sock"))
+                kind = chance.randrange(4)
+                if kind == 1:
+                    peer.sendall(b'{"op": "sta')
+                elif kind == 2:
+                    peer.sendall(b"x" * chance.randrange(100_000) + b"\n")
+                elif kind == 3:
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    peer.sendall(b'{"op": "state"}\n')
+            if index % 50 == 0:
+                held.callback(peer.close)
+            else:
+                peer.close()
+            if index % 100 == 0:
+                assert "infinity_daemon_build_info" in get(process.port, "/metrics")
+        held.close()
+        until(lambda: resources(daemon_process)[1] <= before[1] + 2)
+        assert resources(daemon_process)[0] < before[0] + 64 * MIB
+        assert talk(tmp_path, {"op": "state"})[0]["ok"]
         assert "Traceback" not in process.log.read_text()

@@ -25,11 +25,13 @@ def shared_daemon(tmp_path_factory):
 
 
 def test_two_ranks_end_to_end_with_one_killed(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
     live = CountedRank(tmp_path, "e2e", 0, 2, paths=[tmp_path])
     live.stats.counter("steps_total").add(5)
 
     def train():
-        CountedRank(tmp_path, "e2e", 1, 2, paths=[tmp_path]).stats.counter("steps_total").add(6)
+        CountedRank(tmp_path, "e2e", 1, 2, paths=[other]).stats.counter("steps_total").add(6)
 
     with forked(train) as kill, daemon(tmp_path) as process:
         until(lambda: 'infinity_steps_total{rank="1",run="e2e"} 6.0' in get(process.port, "/metrics"))
@@ -48,7 +50,12 @@ def test_two_ranks_end_to_end_with_one_killed(tmp_path):
         node = state(tmp_path)
         assert [rank["status"] for rank in node["runs"][0]["ranks"]] == ["live", "dead"]
         assert node["node"]["metrics_port"] == process.port
-        assert node["drives"][0]["paths"] == [str(tmp_path)]
+        for _ in range(2):  # readings that began after the rank was found dead
+            looked = state(tmp_path)["drives_time"]
+            until(lambda looked=looked: state(tmp_path)["drives_time"] > looked)
+        (drive,) = state(tmp_path)["drives"]
+        assert drive["paths"] == [str(tmp_path), str(other)]  # also the path of the killed rank
+        assert "counters" not in drive
 
 
 def test_bandwidth_is_null_until_measured(shared_daemon):
@@ -61,7 +68,7 @@ def test_bandwidth_is_null_until_measured(shared_daemon):
         ask,
     )
     drive = locate(str(folder)).drive.name
-    unrated = {"device": drive, "rated_bytes": None, "left_bytes": None}
+    unrated = {"device": drive, "left_bytes": None}
     assert before == {
         "ok": True, "bandwidth": {str(folder): None}, "together": None, "wear": {str(folder): unrated},
     }  # fmt: skip

@@ -76,6 +76,16 @@ def test_alert_rules_pass_their_unit_tests():
     promtool("test", "rules", *DOCKER.glob("prometheus/*.test.yaml"))
 
 
+def test_promtool_accepts_every_dashboard_expression(tmp_path):
+    rules = [
+        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "1m")}
+        for number, text in enumerate(expressions())
+    ]
+    path = tmp_path / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", path)
+
+
 def test_the_trainer_settings_are_accepted():
     assert load_config(DOCKER / "infinity.toml").telemetry.runtime_dir == "/run/infinity"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import itertools
 import json
@@ -18,6 +19,7 @@ from infinity.io.block_devices import Drive, locate
 from infinity.telemetry import stats
 from infinity.telemetry.history import History
 from infinity.telemetry.run_views import Runs
+from infinity_daemon import requests
 from infinity_daemon.background import Background
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.drive_bandwidth import Profile
@@ -193,8 +195,9 @@ def test_live_runs_are_first_and_the_number_is_limited():
     runs = Runs(lambda path: None)
     found = look(runs, ranks, 0.0)
     assert {run["id"] for run in found[:2]} == {"run-68", "run-69"}
-    assert len(found) == 64
+    assert (len(found), runs.omitted) == (64, len(ranks) - 64)
     assert [run["id"] for run in look(runs, ranks[:1], 1.0)] == ["run-0"]
+    assert runs.omitted == 0
 
 
 def test_newer_runs_are_first_even_if_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,12 +343,20 @@ def test_each_state_is_serialized_once_for_all_readers(monkeypatch):
     assert len(written) == 2
 
 
-def test_the_socket_returns_the_state_without_histories(monkeypatch):
-    """The result lists no runs before the first observation, and otherwise equals the web page's state."""
+def test_a_request_before_the_first_state_is_answered_with_an_error(monkeypatch):
+    monkeypatch.setattr(requests, "_STATE_SECONDS", 0.0)
+    sources = ("stats_files", "profile", "reservations", "is_alive", "used", "wear", "rates_of")
+    state = make_state()
+    handler = requests.Requests(**dict.fromkeys(sources), state=state.now)
+    assert asyncio.run(handler.answer(b'{"op": "state"}', None)).keys() == {"error"}
+    state.observe(Found(snapshots=(), broken=0), {}, 0.0)
+    assert asyncio.run(handler.answer(b'{"op": "state"}', None))["ok"]
+
+
+def test_the_socket_returns_the_state_without_histories():
+    """The result is empty before the first observation, and otherwise equals the web page's state."""
     state, rank = make_state(), CountedRank(None)
-    with monkeypatch.context() as patch:
-        patch.setattr("infinity_daemon.node_state._BEAT_SECONDS", 0.01)
-        assert state.now() == {"runs": [], "reservations": []}
+    assert state.now() == {}
     for now in range(3):
         rank.step(loss=math.nan, when=UNIX + now)
         state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, float(now))

@@ -14,6 +14,7 @@ from infinity_daemon.configured_drives import Drives
 from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.node_state import NodeState
 from infinity_daemon.reservations import Reservations
+from infinity_daemon.stale import StaleRuns
 from infinity_daemon.web import routes
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ def test_paths_without_a_token_match_the_server() -> None:
     state = NodeState(
         drives=Drives(bandwidth=lambda drive: None, wear=WearWatch({})),
         reservations=Reservations(),
+        stale=StaleRuns(),
         drive_of=lambda path: None,
         about=dict,
     )

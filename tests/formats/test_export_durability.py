@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 import infinity
 from infinity.checkpoint import durable
@@ -282,6 +283,37 @@ def test_metadata_cannot_execute_code(where: str, checkpointed: CheckpointReader
     with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: .*names {name}, which is not part of"):
         begin(out, tmp_path)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "instructions",
+    [
+        b"Metadata\nN(S'planner_data'\nI7\nd\x86b.",
+        b"_MEM_FORMAT_ENCODING\nN(S'value'\nI7\nd\x86b.",
+        b"_MEM_FORMAT_ENCODING\n(I0\ntR(S'_value_'\nI7\ndb.",
+        b"_MEM_FORMAT_ENCODING\n(I0\ntRN(S'_value_'\nI7\nd\x86b.",
+    ],
+)
+def test_metadata_cannot_modify_classes(instructions: bytes, tmp_path: Path) -> None:
+    """Each pickle sets an attribute of a class, or of a member of an enum."""
+    (tmp_path / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\n" + instructions)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: AttributeError"):
+        DcpFolder(tmp_path)
+    assert Metadata({}).planner_data is None
+    assert pickle.loads(pickle.dumps(TensorProperties())) == TensorProperties()
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"), [("transform_descriptors", 7), ("offset", -1), ("index", ""), ("index", [])]
+)
+def test_metadata_with_values_of_wrong_types_raises(changed: str, value: Any, tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(6)}, checkpoint_id=tmp_path)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    ((index, stored),) = metadata.storage_data.items()
+    object.__setattr__(index if changed == "index" else stored, changed, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: ValueError: (number|transform) expected"):
+        DcpFolder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])

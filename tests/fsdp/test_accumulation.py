@@ -56,7 +56,13 @@ TWO_RANKS = [
         {"in_forward": UPDATE_SCHEDULES["in_forward"]},
     ),
     *variants(
-        {"llama": Recipe(**SLICED), "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4)}, LEAST, wide=True
+        {
+            "llama": Recipe(**SLICED),
+            "fp32": Recipe(policy="fp32", **SLICED),
+            "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4),
+        },
+        LEAST,
+        wide=True,
     ),
 ]
 
@@ -137,9 +143,10 @@ def test_sliced_gradients_equal_a_loop(name: str, policy_and_loop: tuple[str, st
     compare_with_loop(name, policy, 8, how)
 
 
-def test_sliced_gradients_equal_a_loop_on_two_ranks(pair: RankPool) -> None:
+@pytest.mark.parametrize("policy", all_but(["bf16", "fp32"], "fp32"))
+def test_sliced_gradients_equal_a_loop_on_two_ranks(policy: str, pair: RankPool) -> None:
     """Slices are summed before ranks are."""
-    pair.run(compare_with_loop, "llama", "bf16", 4, "loop")
+    pair.run(compare_with_loop, "llama", policy, 4, "loop")
 
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -249,7 +256,15 @@ def test_micro_batches_with_prefix_tuning_raises() -> None:
         sliced_by_tokens("prefix", "fp32", 10, slices=2)
 
 
-@pytest.mark.parametrize(("name", "policy", "slices"), [("llama", "bf16", 0), ("lora", "fp32", 2)])
+@pytest.mark.parametrize(
+    ("name", "policy", "slices"),
+    [
+        ("llama", "bf16", 0),
+        ("lora", "fp32", 2),
+        pytest.param("llama", "fp32", 2, marks=pytest.mark.wide),
+        pytest.param("lora", "bf16", 0, marks=pytest.mark.wide),
+    ],
+)
 def test_paging_with_sliced_loss_changes_no_bit(name: str, policy: str, slices: int, tmp_path: Path) -> None:
     recipe = Recipe(model=name, policy=policy, slices=slices, loss_tokens=10)
     assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []

@@ -77,7 +77,7 @@ CASES = [
     *variants(
         {"plain": Recipe(), "clip": Recipe(clip=0.5)},
         {
-            "paths": Paging(host_cache="least", paths=3),
+            "paths": Paging(host_cache="least", paths=3, engine="threads", page=192 << 10),
             "threads": Paging(host_cache="least", engine="threads"),
             "no-worker": Paging(host_cache="least", cores=0),
             "large-pages": Paging(host_cache="least", page=192 << 10),
@@ -106,6 +106,7 @@ ONE_RANK = only(
 )
 TWO_RANKS = only(
     CASES,
+    "bf16-all-auto",
     "gpt2-clip-least-forward",  # the shards have different sizes
     "clip-by-torch-middle-after",
     "edit-least-auto",

@@ -749,6 +749,7 @@ def test_interrupted_backward_is_detected_and_reset(model: nn.Module) -> None:
     expected = [param.grad.to_local().clone() for param in model.parameters()]
     assert len(states) == 4
     if not torch_private.can_reset_states(states):
+        assert torch.__version__ < "2.13"
         pytest.skip("needs a torch release in which FSDP2 can forget an interrupted pass")
     for gradients in (True, False):
         model.zero_grad()

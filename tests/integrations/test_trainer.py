@@ -17,6 +17,7 @@ from infinity.accumulation.micro_batches import LayerMajor
 from infinity.fsdp.gradient import PagedGradient
 from infinity.integrations.transformers import attach
 from support import trainers
+from support.models import POLICIES
 from support.tables import WIDE
 from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of, with_adapters
 
@@ -33,7 +34,11 @@ def test_trainer_equals_a_training_loop_in_memory(case: str, tmp_path: Path) -> 
     """Losses, norms and weights of every step equal those of FSDP2 without a Trainer."""
     given, by, policy = CASES[case]
     expected = by_hand(build(policy=policy), **by)
-    trainer = make(tmp_path / "out", build(policy=policy), nvme=tmp_path / "nvme", **given)
+    model = build(policy=policy)
+    if case == "gradient checkpointing":  # the model is sharded, and has the device map that the Trainer needs
+        build("plain").save_pretrained(tmp_path / "weights")
+        model = infinity.from_pretrained(tmp_path / "weights", mp_policy=POLICIES[policy])
+    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme", **given)
     trainer.train()
     outcome_of(trainer).equals(expected)
     trainer.end()

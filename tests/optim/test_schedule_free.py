@@ -62,8 +62,8 @@ def in_memory(name: str) -> Found:
     ("name", "update_schedule", "format"),
     [
         ("adamw", "in_backward", "fp32"),
-        ("adamw", "in_forward", "split"),
-        pytest.param("sgd", "after_backward", "fp32", marks=pytest.mark.wide),
+        ("sgd", "in_forward", "split"),
+        pytest.param("adamw", "after_backward", "fp32", marks=pytest.mark.wide),
     ],
 )
 def test_evaluation_weights_match_training_in_memory(

@@ -68,8 +68,9 @@ def test_fault_with_one_rank(name: str, undisturbed: list[float], tmp_path: Path
 
 
 ON_TWO_RANKS = [
-    ("EIO-read", 1),  # others differ only in the message
-    *(pytest.param(name, 1, marks=pytest.mark.wide) for name in CASES if name != "EIO-read"),
+    ("EIO-read", 1),  # other failures of drives differ only in the message
+    ("user-error", 1),
+    *(pytest.param(name, 1, marks=pytest.mark.wide) for name in CASES if name not in ("EIO-read", "user-error")),
     pytest.param("EIO-read", 0, marks=pytest.mark.wide),
     pytest.param("user-error", 0, marks=pytest.mark.wide),
 ]

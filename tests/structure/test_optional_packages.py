@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 import tomllib
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from infinity.optional_dependencies import EXTRAS, NEWEST_TORCH, OLDEST
 from support import bare
+from support.daemon_process import get, until
 from support.modules import MODULES, ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -99,7 +99,9 @@ def test_the_daemon_runs_without_torch(tmp_path: Path) -> None:
     assert {"torch", "numpy", "rich"} <= hidden
     drive = tmp_path / "drive"
     drive.mkdir()
-    code = HIDE.replace(str(sorted(OPTIONAL)), str(sorted(hidden))) + "import infinity_daemon.main as m; m.main()"
+    code = HIDE.replace(str(sorted(OPTIONAL)), str(sorted(hidden)))
+    code += "from infinity.io.probe.points import latency_of\nassert latency_of([2.0]).p99 == 2.0\n"  # of measurements
+    code += "import infinity_daemon.main as m; m.main()"
     options = ["--runtime-dir", str(tmp_path), "--port", "0", "--device-path", str(drive)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *options],
@@ -112,8 +114,7 @@ def test_the_daemon_runs_without_torch(tmp_path: Path) -> None:
         started = process.stderr.readline()
         assert " started " in started, started + process.stderr.read()
         port = re.search(r"port=(\d+)", started)[1]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-            assert b"infinity_device_capacity_bytes{" in answer.read()
+        until(lambda: "infinity_device_capacity_bytes{" in get(port, "/metrics"))
     finally:
         process.terminate()
         assert process.wait(300) == 0

@@ -65,7 +65,7 @@ class Daemon:
 
 def _run(command, stderr):
     """Run a command line of infinityd in a forked process, as a new process would."""
-    from infinity_daemon import configured_drives, drive_measurement, service
+    from infinity_daemon import configured_drives, drive_measurement, requests, service
     from infinity_daemon.main import main
 
     status = 1
@@ -77,6 +77,7 @@ def _run(command, stderr):
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         logging.root.handlers.clear()
         service._SWEEP_SECONDS = configured_drives.LOOK_SECONDS = drive_measurement.LOOK_SECONDS = LOOK_SECONDS
+        requests._STATE_SECONDS = 60.0  # on a slow machine, the first state takes a while
         main()
     except SystemExit as end:
         status = end.code or 0

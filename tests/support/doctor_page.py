@@ -37,8 +37,7 @@ one line to stderr that begins with `error:`. A check that fails or times out is
 checks continue.
 
 `--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty if the status is ok) and `folder` (null
-if the check applies to the machine). Review the output before you publish it, because it contains the paths of the
-folders.
+if the check applies to the machine). The output contains paths, which may contain your user name.
 
 If a folder is not usable, only the check `folder` runs for it. `make docs` generates the lists below from the checks.
 """

@@ -75,7 +75,9 @@ def _raise_user_error(session: Session) -> None:
 
 
 def _shorten_waits(session: Session) -> None:
-    session.optimizer.run.pager.transfers._timeout = 1.0
+    run = session.optimizer.run
+    assert run.pager.transfers._timeout == run.settings.storage.timeout_seconds == 5
+    run.pager.transfers._timeout = 1.0
 
 
 def _move_data(session: Session) -> None:

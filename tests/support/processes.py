@@ -10,22 +10,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
 from infinity import torchrun
 
 _LOADED = ["infinity.run.offload", "torch._dynamo", "transformers.trainer", "peft", "trl.trainer.sft_trainer"]
 _LOADED += ["infinity_tools.train.run"]
+server_environment: dict[str, str] = {}
+"""Environment of the server, without variables that a single test sets. conftest fills it."""
 
 
 def fork_server() -> ForkServerContext:
     """Return a multiprocessing context whose server has imported torch and transformers, but never used them.
 
-    The server starts at first use, with the environment at that time, and runs until this process ends.
+    The server starts at first use and runs until this process ends.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
+    with patch.dict(os.environ, server_environment, clear=bool(server_environment)):
+        forkserver.ensure_running()
     return context
 
 

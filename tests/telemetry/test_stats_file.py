@@ -1,6 +1,7 @@
 """Tests of stats files: readers see a rank's counters, whatever happens to the rank or the file."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from infinity.errors import ConfigError, CorruptPageError, StallError, StorageEr
 from infinity.telemetry import BY_NAME, Stats, StatsFileError, error_reason, find_stats_files, read_stats_file
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import CLOSED_CELL
+from infinity.telemetry.stats_file import has_exited, process_start
 
 LABELS = {"op": "read", "state": "param", "device": "nvme0"}
 
@@ -187,6 +189,26 @@ def test_a_rank_in_another_pid_namespace_is_identified_by_its_lock(tmp_path, mon
     copy.parent.mkdir()
     copy.write_bytes(stats.path.read_bytes())  # the same content, but without a lock
     assert read_stats_file(copy).status == "dead"
+
+
+def test_a_process_that_cannot_be_inspected_has_not_exited(monkeypatch):
+    pid, started = os.getpid(), process_start(os.getpid())
+    assert not has_exited(pid, started)
+    assert has_exited(pid, started + 1)  # another process has this process id now
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert has_exited(child, started)  # a zombie
+    os.waitpid(child, 0)
+    assert has_exited(child, started)
+    assert not has_exited(child, 0)
+
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert not has_exited(pid, started)
 
 
 def test_irregular_files_are_rejected_without_blocking(tmp_path):

@@ -98,8 +98,10 @@ def test_unreadable_companion_stops_export(checkpointed: Path, tmp_path: Path) -
     """The message names the file, and no partial export remains."""
     (copies,) = checkpointed.glob("*/checkpoints/model")
     (copies / "vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
-    done = run_here("export", checkpointed, "--out", tmp_path / "hf")
-    (copies / "vocab.json").unlink()
+    try:
+        done = run_here("export", checkpointed, "--out", tmp_path / "hf")
+    finally:
+        (copies / "vocab.json").unlink()
     assert done.status == 2
     assert "model/vocab.json cannot be read: Input/output error" in done.errors
     assert not list(tmp_path.glob("*hf*"))

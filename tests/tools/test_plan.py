@@ -15,7 +15,8 @@ import pytest
 import infinity
 from infinity.content.format import Role
 from infinity.daemon_client import NodeDaemon
-from support.command import run_here
+from support.command import ROOT, run_here
+from support.plan_page import SAMPLE
 
 LARGE = (
     "plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB "
@@ -42,20 +43,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity_tools.plan.plan_drives.quick_rates", lambda names: rates)
 
 
-def test_help_example_runs_unchanged() -> None:
-    """It plans 70e9 parameters without allocating them."""
-    text = " ".join(run_here("plan", "-h").output.replace("│", " ").split())
-    assert f"infinity {LARGE}" in text
-    found = planned(f"{LARGE} --no-changes")
-    assert found["fits"]
-    assert found["model"]["parameters"] == pytest.approx(70e9, rel=0.01)
-    assert found["host_cache"]["bytes"] <= 256 << 30
-    assert found["seconds"]["step"] >= max(found["seconds"]["computation"]["busy"], found["seconds"]["reads"])
-    assert found["read_bytes_per_step"] == sum(found["read_bytes"].values())
-    assert found["bytes"].keys() == {role.value for role in Role}
-    infinity.load_config(tomllib.loads(found["toml"]))
-
-
 def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that returns the result of its first call, whatever its arguments."""
     results: list[Any] = []
@@ -66,6 +53,31 @@ def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
         return results[0]
 
     return call
+
+
+def test_example_of_help_and_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans 70e9 parameters without allocating them. The guide shows it with 8 cores, in 80 columns."""
+    text = " ".join(run_here("plan", "-h").output.replace("│", " ").split())
+    assert f"infinity {LARGE}" in text
+    assert sorted(SAMPLE) == sorted(shlex.split(f"{LARGE} --update-cores 8"))
+    for place in ("infinity_tools.plan.inputs.plan_of", "infinity.estimate.advice.best_changes"):
+        monkeypatch.setattr(place, computed_once(pkgutil.resolve_name(place)))
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run_here(*SAMPLE)
+    assert done.status == 0
+    page = (ROOT / "docs/how-to/plan.md").read_text()
+    sample = page.split("<!-- sample -->\n```\n")[1].split("\n```\n")[0]
+    assert [line.rstrip() for line in done.output.splitlines()] == sample.splitlines()
+    assert page.count("# Settings for infinity") == 1
+    assert f"`infinity {shlex.join(SAMPLE)}` prints:" in page.replace("\n", " ")
+    found = planned(LARGE)
+    assert found["fits"]
+    assert found["model"]["parameters"] == pytest.approx(70e9, rel=0.01)
+    assert found["host_cache"]["bytes"] <= 256 << 30
+    assert found["seconds"]["step"] >= max(found["seconds"]["computation"]["busy"], found["seconds"]["reads"])
+    assert found["read_bytes_per_step"] == sum(found["read_bytes"].values())
+    assert found["bytes"].keys() == {role.value for role in Role}
+    infinity.load_config(tomllib.loads(found["toml"]))
 
 
 def test_report_fits_any_terminal_width(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +161,7 @@ def test_cpu_is_measured_without_gpu_option(tmp_path: Path) -> None:
 def test_daemon_bandwidth_and_wear_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the profile is invalid, the drive is measured instead."""
     profile = {"device": "d", "read": 3e9, "write": 2e9, "mixed": None}
-    wear = {"device": "d", "rated_bytes": 10**15, "left_bytes": 5 * 10**14}
+    wear = {"device": "d", "left_bytes": 5 * 10**14}
     answer: dict[str, Any] = {"bandwidth": {str(tmp_path): profile}, "together": None, "wear": {str(tmp_path): wear}}
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op, **values: answer)
     line = f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 --no-changes"

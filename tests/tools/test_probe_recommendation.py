@@ -83,3 +83,16 @@ def test_invalid_recommendation_raises_config_error(subtests: pytest.Subtests) -
             invalid = choice("x", **values)
             with pytest.raises(ConfigError, match=says):
                 settings_block(invalid.paths, invalid.block_bytes, invalid.depth, invalid.engine)
+
+
+def test_reasons_explain_recommendation(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    said = " ".join(choice(path).reasons())
+    assert "2 MiB, 32 in flight, the defaults: " in said
+    assert "3%" in said
+    assert "only storage.paths" in said
+    said = " ".join(choice(path, block_bytes=MIB, depth=1, gain=2.0).reasons())
+    assert "1 MiB, 1 in flight: 2.00 times as fast as the defaults" in said
+    assert "only storage.paths" not in said
+    said = " ".join(choice(path, block_bytes=MIB, usual_measured=False).reasons())
+    assert "the defaults (2 MiB, 32) were not measured" in said

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+
+import pytest
+
+from infinity.cli_errors import write_any_text
 
 SLOW = ("torch", "numpy", "matplotlib", "transformers", "datasets", "optuna")
 PLAN = "plan --parameters 1e9 --layers 4 --hidden 4096 --vocabulary 32000 --nvme-bandwidth 7e9/5e9 --gpu h100"
@@ -36,7 +41,8 @@ for command in {COMMANDS!r}:
     sys.argv = ["infinity", *command.split()]
     with suppress(SystemExit):
         main()
-    if new := set(sys.modules) & set({SLOW!r}) - loaded:
+    planner = {{"numpy"}} if command.startswith("plan --parameters") else set()
+    if new := set(sys.modules) & set({SLOW!r}) - loaded - planner:
         print(f"SLOW: {{command}} imports {{new}}")
         loaded |= new
 print("SLOW: done")
@@ -53,3 +59,13 @@ def test_commands_do_not_import_slow_packages() -> None:
     assert [line for line in done.stdout.splitlines() if line.startswith("SLOW:")] == ["SLOW: done"]
     assert "500 ?s per page access" in " ".join(done.stdout.split())
     assert (done.stdout + done.stderr).isascii()
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", b"\xc2\xb5 \xff ?"), ("ascii", b"? \xff ?")])
+def test_any_text_can_be_written(encoding: str, shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a file name are written unchanged."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    write_any_text()
+    print("µ \udcff \ud800", end="", flush=True)
+    assert written.getvalue() == shown

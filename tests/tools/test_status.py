@@ -45,7 +45,8 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
         rates = {str(nvme): {"read": 3.21e9, "write": 1.5e9, "mixed": 2e9}}
         assert node.ask("record_bandwidth", rates=rates, source="probe")
         with node.space_reserved(str(nvme), 3 << 20, "begins"):
-            until(lambda: (found := node.ask("state")) and found["stale_runs"] and found["drives"])
+            # The drives are listed before they have been looked at.
+            until(lambda: (found := node.ask("state")) and found["stale_runs"] and '"profile"' in json.dumps(found))
             shown = run_here("status", "--runtime-dir", folder)
             as_json = run_here("status", "--runtime-dir", folder, "--json")
     stats.close()
@@ -72,13 +73,14 @@ def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch
         "runs": [{"id": "[red]x", "name": "x", "user": "me", "world_size": 1,
                   "ranks": [{"rank": 0, "pid": 5, "status": "dead", "steps": 1.0}]}],
         "drives": [{"name": "/gone", "paths": ["/gone"], "error": "No such file"}],
-        "reservations": [], "stale_runs": [],
+        "reservations": [], "stale_runs": [], "omitted_runs": 3,
     }  # fmt: skip
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
     shown = run_here("status", "--runtime-dir", folder)
     assert "failed to collect devices" in shown.output
     assert "[red]x" in shown.output
     assert "/gone: No such file" in shown.output
+    assert "3 more runs not shown" in shown.output
     for section in ("reservations", "stale runs"):
         assert f"no {section}" in shown.output
 

@@ -51,6 +51,17 @@ def _command(*arguments: object, answer: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_ls_does_not_import_torch(trained):
+    """The manifest contains AdamW's step counts, which are tensors."""
+    place, run_id = trained
+    program = "import sys\nfrom infinity_tools.cli import app\ntry: app()\nfinally: assert 'torch' not in sys.modules"
+    words = ["store", "ls", place / "first", place / "second"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert run_id in done.stdout
+    (manifest,) = (place / "first" / run_id / "checkpoints").glob("step*.json")
+    assert '{\\"tensor\\":' in manifest.read_text()
+
+
 def test_ls_verify_and_rm(checkpointed):
     first, second, run_id = checkpointed
     status, output = _command("ls", first, second, "--json")

@@ -252,11 +252,12 @@ def test_evaluation_stops_early_and_keeps_best_checkpoint(tmp_path: Path) -> Non
     assert " --step 3 " in found["next"]["export"], "step 1 was not saved"
 
 
-def test_trace_is_written_after_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_trace_is_written_after_signal(number: signal.Signals, tmp_path: Path) -> None:
     """The trace is valid JSON and contains complete steps."""
-    with at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT)):
+    with at_step(3, lambda: os.kill(os.getpid(), number)):
         ended = run_here(*SMALL, "--max_steps", "100000", "--out", "p", "--trace", "u.json")
-    assert ended.status == 128 + signal.SIGINT
+    assert ended.status == 128 + number
     spans = [event for event in json.loads((tmp_path / "u.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in spans if event["name"].startswith("step ")] == ["step 1", "step 2", "step 3"]
 
@@ -265,6 +266,7 @@ def test_metrics_match_summary_until_a_signal_ends_the_wait(tmp_path: Path, monk
     """Container runtimes send SIGKILL ten seconds after SIGTERM. The finished run exits with status 0."""
     ports: list[int] = []
     texts: list[str] = []
+    timers: list[threading.Timer] = []
     serve, sleep = exporter.serve, StopRequest.sleep
 
     @contextmanager
@@ -279,14 +281,21 @@ def test_metrics_match_summary_until_a_signal_ends_the_wait(tmp_path: Path, monk
 
     def waiting(stop: StopRequest, seconds: float) -> None:
         read()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        timers.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)))
+        timers[0].start()
         sleep(stop, seconds)
 
     monkeypatch.setattr(exporter, "serve", serving)
     monkeypatch.setattr(StopRequest, "sleep", waiting)
     command = [*SMALL, "--max_steps", "3", "--max_grad_norm", "1", "--out", "o"]
-    with at_step(2, read):
-        ended = run_here(*command, "--metrics-port", "0", "--metrics-linger", "600")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # a late signal must not end this process
+    try:
+        with at_step(2, read):
+            ended = run_here(*command, "--metrics-port", "0", "--metrics-linger", "600")
+    finally:
+        for timer in timers:
+            timer.join()
+        signal.signal(signal.SIGTERM, before)
     assert ended.status == 0
     assert f":{ports[0]}/metrics" in ended.errors
     assert "is checkpointed in" in ended.output

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
 import shutil
 import signal
 import sys
+import tempfile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.trial import Trials, Workload
 from support.command import run_here
 from support.daemon_process import until
+from support.processes import fork_server
 
 SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]
 SMALL += ["--out", "tuned"]
@@ -39,11 +41,11 @@ def test_search_with_real_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = run_here(*words)
     assert (done.status, done.errors) == (0, "")
     stored = json.loads((tmp_path / "tuned/tune.json").read_text())
-    journal = stored.pop("journal")
+    records = stored.pop("trial_records")
     assert stored == done.summary
-    assert (journal[0]["role"], journal[0]["candidate"]["storage.queue_depth"]) == ("start", 8)
-    assert journal[0]["outcome"]["seconds"] > 0
-    assert sum(stored["trials"].values()) == len(journal)
+    assert (records[0]["role"], records[0]["candidate"]["storage.queue_depth"]) == ("start", 8)
+    assert records[0]["outcome"]["seconds"] > 0
+    assert sum(stored["trials"].values()) == len(records)
     assert stored["written_bytes"] > stored["parameters"] * 14, "every trial stores the model"
     found = load_config("tuned/infinity.toml")
     assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
@@ -77,7 +79,10 @@ class SimulatedWorker:
 
 
 def test_best_settings_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that is stopped writes the best settings so far, if a candidate was faster."""
+    """A search that is stopped writes the best settings so far, if a candidate was faster.
+
+    The files of an earlier search are replaced or removed together.
+    """
     monkeypatch.setattr(tuning, "Worker", SimulatedWorker)
     done = run_here(*SMALL, "--nvme", "nvme")
     assert done.status == 0, done.errors
@@ -87,19 +92,37 @@ def test_best_settings_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["changes"] == {"storage.queue_depth": 64}
     assert Path("tuned/tune.png").read_bytes().startswith(b"\x89PNG")
     assert "--config tuned/infinity.toml" in done.output
-    for left, files in ((2, []), (len(summary["journal"]) - 1, ["infinity.toml"])):
-        shutil.rmtree("tuned", ignore_errors=True)
+    most = len(summary["trial_records"]) - 1
+    for left, found, files in ((2, False, sorted(tuning.FILES)), (most, True, ["infinity.toml"]), (2, False, [])):
+        if not files:
+            shutil.rmtree("tuned")
         monkeypatch.setattr(SimulatedWorker, "left", left)
         done = run_here(*SMALL, "--nvme", "nvme")
         assert done.status == 130
-        assert [path.name for path in Path().glob("tuned/*")] == files
-        assert ("queue_depth 64" in done.errors.splitlines()[-1]) == bool(files), done.errors
-    assert load_config("tuned/infinity.toml").storage.queue_depth == 64
+        assert sorted(path.name for path in Path().glob("tuned/*")) == files
+        assert ("queue_depth 64" in done.errors.splitlines()[-1]) == found, done.errors
+        assert not files or load_config("tuned/infinity.toml").storage.queue_depth == 64
     assert not Path("nvme").exists()
+
+
+def test_exit_status_of_a_stopped_search_does_not_depend_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "Worker", SimulatedWorker)
+    monkeypatch.setattr(SimulatedWorker, "left", 2)
+    say = tuning.View.say
+
+    def closed(view: tuning.View, text: str) -> None:
+        if text.startswith("stopped"):
+            raise BrokenPipeError
+        say(view, text)
+
+    monkeypatch.setattr(tuning.View, "say", closed)
+    assert run_here(*SMALL, "--nvme", "nvme").status == 130
 
 
 def search(folder: Path) -> None:
     """Search until a signal arrives, and write the error output to a file."""
+    os.environ["TMPDIR"] = str(folder / "tmp")
+    tempfile.tempdir = None  # TMPDIR has changed
     done = run_here(*SMALL, "--nvme", "nvme", "--minutes", "10")
     (folder / "errors").write_text(done.errors)
     sys.exit(done.status)
@@ -107,7 +130,7 @@ def search(folder: Path) -> None:
 
 def begin(folder: Path) -> tuple[BaseProcess, list[psutil.Process]]:
     """Start a search, wait until a trial has files on the drive, and return its process and its child processes."""
-    process = multiprocessing.get_context("fork").Process(target=search, args=(folder,))
+    process = fork_server().Process(target=search, args=(folder,))
     process.start()
     until(lambda: list(folder.glob(f"nvme/{PREFIX}*/runs/*/*.pages")) or not process.is_alive())
     assert process.is_alive(), (folder / "errors").read_text()
@@ -119,14 +142,18 @@ def leftovers(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.name.startswith(PREFIX) or path.suffix == ".stats"]
 
 
-def test_stopped_search_leaves_neither_processes_nor_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "everyone"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.wide)]
+)
+def test_stopped_search_leaves_neither_processes_nor_files(
+    number: signal.Signals, everyone: bool, tmp_path: Path
+) -> None:
     """Ctrl-C in a terminal signals all processes."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process, started = begin(tmp_path)
-    for one in (*started, psutil.Process(process.pid)):
-        one.send_signal(signal.SIGINT)
+    for one in (*(started if everyone else ()), psutil.Process(process.pid)):
+        one.send_signal(number)
     process.join(600)
-    assert process.exitcode == 128 + signal.SIGINT
+    assert process.exitcode == 128 + number
     assert "stopped: " in (tmp_path / "errors").read_text()
     assert not psutil.wait_procs(started, timeout=600)[1]
     assert leftovers(tmp_path) == []
@@ -134,9 +161,8 @@ def test_stopped_search_leaves_neither_processes_nor_files(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("everyone", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_files_of_killed_search_are_removed(everyone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_killed_search_are_removed(everyone: bool, tmp_path: Path) -> None:
     """The worker removes them or, if it was killed too, the next search."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process, started = begin(tmp_path)
     for one in (*(started if everyone else ()), psutil.Process(process.pid)):
         one.kill()

@@ -208,6 +208,14 @@ def values(space: Space, name: str) -> tuple[Any, ...]:
     return next((setting.values for setting in space.settings if setting.name == name), ())
 
 
+def test_host_memory_is_never_exceeded() -> None:
+    """Pages are small enough for eight cache slots."""
+    for host in (1 * MIB, 64 * MIB, GIB):
+        space = space_of(host_bytes=host)
+        assert max((*values(space, "memory.host_bytes"), host)) == host
+        assert all(page <= host // 8 for page in values(space, "memory.page_bytes"))
+
+
 def test_state_formats_require_permission() -> None:
     allowed = {"same": (), "split": ("fp32", "split"), "any": ("fp32", "split", "bf16-moments", "8bit")}
     assert {name: values(space_of(formats=name), "state.format") for name in allowed} == allowed

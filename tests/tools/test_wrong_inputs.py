@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import infinity
 from infinity.errors import ConfigError
 from infinity_daemon.main import app as daemon
-from support.command import SMALL, Finished, run_here, run_ranks
+from support.command import SMALL, Finished, environment, run_here, run_ranks
 from support.processes import fork_server
 
 RUN = "20260101-000000-aaaaaa"
@@ -356,7 +358,7 @@ PLANS = [
     plan("--gpu abacus", "'abacus'", "--gpu list"),
     plan("--dtype fp32", "--tflops"),
     plan("--link fast", "--link", "'fast'"),
-    plan("--link 5", "--link '5'", "55e9"),
+    plan("--link 5", "--link '5'", "1e3", "55e9"),
     plan("--interconnect -3", "--interconnect", "'-3'"),
     plan("--cores 0", "--cores", "'0'"),
     plan("--gpu-memory lots", "--gpu-memory", "'lots'"),
@@ -712,6 +714,19 @@ def test_only_one_rank_reports_error(tmp_path: Path) -> None:
     (line,) = done.errors.splitlines()
     assert line.startswith("rank ")
     assert line.endswith("error: storage.paths: 'missing/deeper' cannot be created: 'missing' is not a folder")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.wide
+def test_only_one_rank_of_torchrun_reports_error(tmp_path: Path) -> None:
+    """The rest of stderr is torchrun's own report."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "infinity_tools", *SMALL, "--nvme", "missing/deeper", "--out", "o"]
+    done = subprocess.run(command, env=environment(tmp_path / "tmp"), capture_output=True, text=True, timeout=900)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line and line.startswith(("rank ", "error"))]
+    assert line.endswith("error: storage.paths: 'missing/deeper' cannot be created: 'missing' is not a folder")
+    assert "infinity_tools/train/run.py" not in done.stderr, "no traceback of ours"
     assert not (tmp_path / "o").exists()
 
 

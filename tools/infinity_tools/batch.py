@@ -16,22 +16,16 @@ def why_not_sliced(loss_tokens: int | None) -> str:
     return "it has no counterpart of --loss-tokens; omit the option" if loss_tokens is not None else ""
 
 
-def check_batch(options: Workload, source: ModelSource, world_size: int) -> None:
-    """Check that the batch can be divided among the ranks and suits the model. Raises `ConfigError`."""
-    sequences = options.batch_tokens // options.seq
-    if sequences % world_size:
-        raise ConfigError(
-            f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which cannot "
-            f"be divided equally among {world_size} ranks; try {options.seq * world_size}"
-        )
+def check_batch(options: Workload, source: ModelSource) -> None:
+    """Check that the batch can be divided into micro-batches and suits the model. Raises `ConfigError`."""
     if options.micro_tokens is not None and (
-        options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * world_size)
+        options.micro_tokens % options.seq or options.batch_tokens % options.micro_tokens
     ):
-        each = sequences // world_size
-        possible = ", ".join(str(number * options.seq) for number in range(1, each + 1) if each % number == 0)
+        sequences = options.batch_tokens // options.seq
+        possible = ", ".join(str(number * options.seq) for number in range(1, sequences + 1) if sequences % number == 0)
         raise ConfigError(
-            f"--micro-tokens {options.micro_tokens} does not divide the {options.batch_tokens // world_size} tokens "
-            f"per rank into equal slices of whole sequences of {options.seq}; possible: {possible}"
+            f"--micro-tokens {options.micro_tokens} does not divide the {options.batch_tokens} tokens of a batch into "
+            f"equal slices of whole sequences of {options.seq}; possible: {possible}"
         )
     check_language_model(source)
     longest = getattr(source.config, "max_position_embeddings", None)
@@ -50,11 +44,10 @@ def check_language_model(source: ModelSource) -> None:
         raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
 
 
-def batch_words(batch: Workload, ranks: int, *, checkpointing: bool) -> list[str]:
+def batch_words(batch: Workload, *, checkpointing: bool) -> list[str]:
     """Return the options of `infinity train` that define the computation of a step."""
-    each = batch.batch_tokens // ranks
-    micro = each if batch.micro_tokens is None else batch.micro_tokens
+    micro = batch.micro_tokens or batch.batch_tokens
     words = ["--max_length", str(batch.seq), "--per_device_train_batch_size", str(micro // batch.seq)]
-    if each > micro:
-        words += ["--gradient_accumulation_steps", str(each // micro)]
+    if batch.batch_tokens > micro:
+        words += ["--gradient_accumulation_steps", str(batch.batch_tokens // micro)]
     return [*words, "--gradient_checkpointing", str(checkpointing).lower()]

@@ -50,6 +50,8 @@ def status(
             show_whole(console, one)
         else:
             console.print(f"no {one.title}")
+    if omitted := found["omitted_runs"]:
+        console.print(f"{omitted} more run{'s' if omitted > 1 else ''} not shown")
 
 
 def _tables(found: Mapping[str, Any]) -> tuple[Table, ...]:

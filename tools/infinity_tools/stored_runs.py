@@ -265,7 +265,7 @@ def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Mani
     for name in names:
         file = folder.checkpoints / name.file_name
         try:
-            found.append(read_manifest(file))
+            found.append(read_manifest(file, decode=False))
         except CheckpointError as error:
             if file.exists():
                 problem = str(error)

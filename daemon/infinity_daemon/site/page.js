@@ -397,7 +397,7 @@ function show(state) {
   keep(byId("runs"), state.runs.map((run) => ({ run, now })), ({ run }) => run.id, ({ run }) => new RunView(run));
   byId("no-drives").hidden = state.drives.length > 0;
   const late = now - state.drives_time;
-  byId("late-drives").hidden = !(state.drives_time && late > 5);
+  byId("late-drives").hidden = !(late > 5);
   put(byId("late-drives"), "The drives are not responding. Their last known figures are shown.");
   keep(
     byId("drives"),

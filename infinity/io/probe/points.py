@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -55,10 +56,13 @@ class Latency:
 
 def latency_of(seconds: Collection[float]) -> Latency:
     """Return the percentiles over all requests, or zeros if there are none."""
-    import numpy as np  # commands such as `infinity -h` do not import NumPy
+    ordered = sorted(seconds) or [0.0]  # without NumPy, which the daemon does not need
 
-    found = np.quantile(np.array(list(seconds) or [0.0]), (0.5, 0.95, 0.99, 1.0), method="inverted_cdf").tolist()
-    return Latency(p50=found[0], p95=found[1], p99=found[2], longest=found[3])
+    def percentile(share: float) -> float:
+        """Return the latency that a fraction `share` of the requests did not exceed."""
+        return ordered[math.ceil(share * len(ordered)) - 1]
+
+    return Latency(p50=percentile(0.50), p95=percentile(0.95), p99=percentile(0.99), longest=ordered[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

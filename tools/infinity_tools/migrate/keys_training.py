@@ -33,7 +33,7 @@ BATCHES: list[Key] = [
 
 OPTIMIZER: list[Key] = [
     translated("optimizer.type", "torch.optim.X(model.parameters(), ...)",
-               "Adam is AdamW unless adam_w_mode is false, as in DeepSpeed; the table below lists all names",
+               "Adam is AdamW unless adam_w_mode is false, as in DeepSpeed",
                "text"),
     *unneeded("optimizer", "legacy_fusion", "specific to DeepSpeed's fp16 optimizers"),
     translated("optimizer.params.lr", "lr=", _CALL, "number", auto="args.learning_rate"),

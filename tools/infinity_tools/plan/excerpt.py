@@ -36,7 +36,7 @@ _BYTES_EACH = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds per step of a model on this machine, at the measured number of tokens."""
+    """Measured or extrapolated times of a model on this machine."""
 
     computation: float
     """Time for forward and backward."""

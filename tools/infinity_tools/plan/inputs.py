@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -44,13 +46,19 @@ Report = Callable[[str], None]
 
 
 class Asked(SimpleNamespace):
-    """Options of `infinity plan` by the names of its parameters, and `settings` that were given as options."""
+    """Options of `infinity plan` by parameter name, with its defaults.
+
+    `settings` contains the settings that were passed as options, by dotted name.
+    """
 
     def __init__(self, **options: Any) -> None:
         from infinity_tools.plan.plan_command import plan
 
         defaults = {name: parameter.default for name, parameter in signature(plan).parameters.items()}
-        super().__init__(**{**defaults, "settings": {}, **options})
+        defaults["settings"] = {}
+        if unknown := options.keys() - defaults.keys():
+            raise TypeError(f"infinity plan has no option {', '.join(sorted(unknown))}")
+        super().__init__(**{**defaults, **options})
 
     @property
     def world_size(self) -> int:
@@ -96,7 +104,20 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
         machine = _machine(asked, device, drives, settings)
         work = _fitted(asked, model, work, device, settings)
     report("planning")
-    return estimate(model, work, machine, settings), sources
+    with collection_paused():
+        return estimate(model, work, machine, settings), sources
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause garbage collection. A plan of a large model creates millions of objects, and hardly any cycles of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check(asked: Asked) -> None:
@@ -206,7 +227,7 @@ def _device(asked: Asked) -> Accelerator | None:
             device, name=asked.gpu or "accelerator", memory_bytes=parse_size(asked.gpu_memory, name="--gpu-memory")
         )
     if asked.link is not None:
-        device = replace(device, name=asked.gpu or "accelerator", link=parse_rate(asked.link, f"--link {asked.link!r}"))
+        device = replace(device, name=asked.gpu or "accelerator", link=parse_rate(asked.link, "--link"))
     return device
 
 
@@ -262,7 +283,7 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
     cores, _ = _cores(asked, device)
     if asked.interconnect is not None:
-        interconnect = parse_rate(asked.interconnect, f"--interconnect {asked.interconnect!r}")
+        interconnect = parse_rate(asked.interconnect, "--interconnect")
     else:
         interconnect = device.interconnect if asked.world_size > 1 else 0.0
     beside = settings.update.thread_cores(kind, cores=cores, computing=cores)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json as json_format
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -212,7 +209,7 @@ def plan(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plan.json and infinity.toml. [default: no files are written]",
+            help="Folder for plan.json, plan.png and infinity.toml. [default: no files are written]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -241,7 +238,7 @@ def plan(
         check_out(out)
     # Imported here because --help does not need the planner.
     from infinity.estimate.advice import best_changes
-    from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
+    from infinity_tools.plan.inputs import Asked, assumptions_of, collection_paused, plan_of
     from infinity_tools.plan.plan_report import document, show
     from infinity_tools.toml import settings_toml
 
@@ -249,11 +246,12 @@ def plan(
     asked = Asked(settings=settings_in(options), **options)
     console = Console(stderr=True)
     # A signal removes the folder of the measurement.
-    with StopRequest(), _collection_paused(), console.status("planning") as status:
+    with StopRequest(), console.status("planning") as status:
         found, sources = plan_of(asked, status.update)
         assumptions = assumptions_of(found, asked, sources)
         status.update("planning alternatives")
-        best = best_changes(found) if changes else []
+        with collection_paused():
+            best = best_changes(found) if changes else []
         settings = found.settings.with_values(**{"storage.paths": asked.paths})
         text = settings_toml(settings, ["Settings for infinity, written by `infinity plan`."])
         answer = {**document(found, best, assumptions), "toml": text}
@@ -273,16 +271,6 @@ def plan(
         if out is not None:
             printed.print(f"wrote plan.json, plan.png and infinity.toml to {out}", markup=False)
     raise typer.Exit(1 if found.problems else 0)
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Pause garbage collection. A plan of a large model creates millions of objects, and hardly any cycles of them."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _list_accelerators(*, json: bool) -> None:

@@ -29,7 +29,7 @@ def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drive
     Raises:
         ConfigError: If the bandwidth is malformed.
     """
-    numbers = [parse_rate(part, f"--nvme-bandwidth {bandwidth!r}") for part in bandwidth.split("/")]
+    numbers = [parse_rate(part, f"--nvme-bandwidth {bandwidth!r}:", least="1e6") for part in bandwidth.split("/")]
     if len(numbers) not in (2, 3):
         raise ConfigError(
             f"--nvme-bandwidth {bandwidth!r} is not READ/WRITE or READ/WRITE/MIXED in bytes per second; write, for "
@@ -46,17 +46,19 @@ def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drive
     )
 
 
-def parse_rate(text: str, name: str) -> float:
+def parse_rate(text: str, name: str, *, least: str = "1e3") -> float:
     """Parse a bandwidth such as ``55e9`` or ``55GB``, in bytes per second. Raises `ConfigError`."""
     try:
         rate = float(text)
     except ValueError:
         try:
             rate = float(size_of(text))
-        except ValueError as error:
-            raise ConfigError(f"{name}: {text!r} {error}, per second; write, for example, 7e9 or 7GB") from None
-    if not 1e6 <= rate <= 1e15:
-        raise ConfigError(f"{name}: {text!r} must be between 1e6 and 1e15 bytes per second, such as 55e9")
+        except ValueError:
+            raise ConfigError(
+                f"{name} {text!r} is not a bandwidth in bytes per second; write, for example, 7e9 or 7GB"
+            ) from None
+    if not float(least) <= rate <= 1e15:
+        raise ConfigError(f"{name} {text!r} must be between {least} and 1e15 bytes per second, such as 55e9")
     return rate
 
 

@@ -65,7 +65,7 @@ class Reader:
         tree = {
             "time": unix,
             "runs": self._runs.look(found, {}, now, unix),
-            "drives": [drive for _, drive in looked],
+            "drives": [{name: value for name, value in drive.items() if name != "counters"} for _, drive in looked],
         }
         return self._snapshot(plain(tree), None, [_NO_DAEMON, *notes])
 

@@ -51,7 +51,6 @@ class Trials:
         import torch
 
         import infinity
-        from infinity.ranks import Ranks
         from infinity_tools.batch import check_batch
         from infinity_tools.presets import best_dtype, find_model
 
@@ -61,7 +60,7 @@ class Trials:
         self._runs: list[str] = []  # ids of the runs of all trials
         self._source = find_model(workload.model)
         self._mesh = infinity.mesh()
-        check_batch(workload, self._source, Ranks.current().world_size)
+        check_batch(workload, self._source)
         self._dtype = best_dtype() if workload.dtype == "auto" else workload.dtype
 
     def facts(self) -> dict[str, Any]:

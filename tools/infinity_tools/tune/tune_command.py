@@ -86,9 +86,9 @@ def tune(
 
     For example: `infinity tune --model llama-100m --nvme /nvme0/run --host-memory 2GiB --minutes 5 --out tuned`, then
     `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders under --nvme,
-    which are removed at the end. A search that is stopped by a signal writes the best settings so far. The exit status
-    is 0 if the search completes, even without a gain; 2 if an option or a setting must be changed; and 1 for other
-    errors.
+    which are removed at the end. A search that is stopped by a signal writes the best settings so far, if a candidate
+    was faster than the initial settings. The exit status is 0 if the search completes, even without a gain; 2 if an
+    option or a setting must be changed; and 1 for other errors.
     """
     if model == "list":
         list_presets(json=json)
@@ -133,7 +133,7 @@ def _next_lines(out: Path, workload: Workload) -> list[str]:
     if why := why_not_sliced(workload.loss_tokens):
         return ["", wrote, f"`infinity train` cannot run this workload: {why}"]
     words = ["infinity", "train", "--config", str(out / SETTINGS), "--model", workload.model]
-    words += batch_words(workload, 1, checkpointing=workload.activation_checkpointing)
+    words += batch_words(workload, checkpointing=workload.activation_checkpointing)
     words += ["--max_grad_norm", f"{workload.max_grad_norm or 0:g}"]
     if workload.dtype != "auto":
         words += ["--bf16", str(workload.dtype == "bf16").lower()]

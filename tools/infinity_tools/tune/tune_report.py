@@ -95,12 +95,12 @@ def write_results(
     out: Path, settings: Config, heading: Sequence[str], summary: dict[str, Any], trials: Sequence[Trial]
 ) -> None:
     """Write infinity.toml, tune.json and tune.png. Raises `ConfigError` if they cannot be written."""
-    journal = [asdict(trial) for trial in trials]
-    for row in journal:
+    trial_records = [asdict(trial) for trial in trials]
+    for row in trial_records:
         row["outcome"] = {key: row["outcome"][key] for key in ("kind", "seconds", "wall", "reason")}
     texts = {
         "infinity.toml": settings_toml(settings, heading),
-        "tune.json": json.dumps({**summary, "journal": journal}, indent=1) + "\n",
+        "tune.json": json.dumps({**summary, "trial_records": trial_records}, indent=1) + "\n",
     }
     write_out(out, texts, {"tune.png": _figure(summary, trials)})
 

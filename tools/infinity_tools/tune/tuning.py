@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,9 @@ class Tuning:
             reason = f"cannot train with the initial settings: {error.outcome.reason}"
             raise (ConfigError if error.outcome.usage else InfinityError)(reason) from None
         except SystemExit:
-            view.say(f"stopped: {self._keep(search.best)}")
+            kept = self._keep(search.best)
+            with suppress(OSError):  # stderr has been closed
+                view.say(f"stopped: {kept}")
             raise
 
     def _say_workload(self, view: View, worker: Worker) -> None:
@@ -186,12 +188,17 @@ class Tuning:
         ]
 
     def _keep(self, best: Candidate) -> str:
-        """Write the best settings of a stopped search, unless no candidate was faster. Return a description."""
+        """Write the best settings of a stopped search, unless no candidate was faster. Return a description.
+
+        The other files of an earlier search are removed after that, because they do not describe these settings.
+        """
         if best == self._plan.start:
             return "no candidate was faster yet"
         found = self._plan.settings.with_values(**best)
-        heading = ["Found by infinity tune, which was stopped before the final comparison."]
+        heading = ["Found by infinity tune, which was stopped before the final comparison had finished."]
         write_out(self._out, {SETTINGS: settings_toml(found, heading)}, {})
+        for name in FILES[1:]:
+            (self._out / name).unlink(missing_ok=True)
         return f"wrote {self._out / SETTINGS} with {describe(changes(best, self._plan.start))}"
 
 
