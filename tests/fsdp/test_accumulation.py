@@ -443,13 +443,13 @@ def test_traffic_does_not_depend_on_the_number_of_slices(update_schedule: str, t
     The exception are gradients stored on NVMe: without accumulation, they fit in bf16.
     """
     planned = {}
-    for count, steps in ((1, 10), (4, 5), (16, 10)):
-        recipe = Recipe(model="even", sequences=16, slices=count, steps=steps)
+    for count in (1, 4, 16):
+        recipe = Recipe(model="even", sequences=16, slices=count, steps=10)
         found, planned[count] = moved(recipe, update_schedule, tmp_path)
         assert 0.85 * planned[count] < sum(found) / len(found) < 1.03 * planned[count]  # as in test_traffic.py
     assert planned[4] == planned[16]
     assert planned[1] == planned[4] or (update_schedule == "in_forward" and 0.8 * planned[4] < planned[1] < planned[4])
-    _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=5), "in_forward", tmp_path)
+    _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=6), "in_forward", tmp_path)
     assert loop > 1.8 * planned[4]
 
 
