@@ -74,7 +74,7 @@ class Choice:
         """Return the reasons for the recommendation, one per line of output."""
         size = f"requests of {format_size(self.block_bytes)}, {self.depth} in flight"
         if (self.block_bytes, self.depth) == usual_size():
-            said = [f"{size}, the defaults: no other combination is faster by more than {MARGIN:.0%}"]
+            said = [f"{size}, the defaults: no other combination is consistently more than {MARGIN:.0%} faster"]
         elif self.gain is not None:
             said = [f"{size}: {self.gain:.2f} times as fast as the defaults (median of alternating rounds)"]
         elif not self.usual_measured:
