@@ -715,7 +715,7 @@ def budget_of(
 ) -> Budget:
     """Return the division of the host memory. Raises the same errors as `estimate`, except for the update schedule.
 
-    The other arguments are those of `estimate`.
+    See `estimate` for the other arguments.
 
     Args:
         known: A layout for the same model, workload and state format, if the caller has one.

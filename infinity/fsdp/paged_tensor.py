@@ -204,7 +204,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole stored tensor in its own shape, not a part or a reshaped view of it."""
+        """Whether this is the full stored tensor in its original shape, rather than a slice or a reshaped view."""
         return not self._steps or (self._is_all and self._likeness.shape == self._whole.shape)
 
     @property

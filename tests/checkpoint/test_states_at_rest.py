@@ -57,7 +57,7 @@ def flip_page(root: Path) -> None:
 
 
 def swap_checkpoint(root: Path, other: Path) -> None:
-    """Replace the files of rank 1 of the newest checkpoint with those of the other branch."""
+    """Replace the files of rank 1 in the newest checkpoint with files from the other branch."""
     for file in (root / "checkpoints").glob("step000000000002.rank00001*"):
         file.unlink()
     for file in (other / "checkpoints").glob("step000000000002.rank00001*"):
