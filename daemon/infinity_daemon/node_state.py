@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from infinity.telemetry.drive_views import without_counters
 from infinity.telemetry.run_views import DriveOf, Runs
 from infinity.telemetry.trees import Tree, plain
 from infinity_daemon.configured_drives import Drives
@@ -136,5 +137,4 @@ def _stale_tree(run: StaleRun) -> Tree:
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
-    shown = {name: value for name, value in drive.items() if name != "counters"}  # only the metrics need the counters
-    return {**shown, "reserved": reserved.get(drive["name"], 0), "runs": moved}
+    return {**without_counters(drive), "reserved": reserved.get(drive["name"], 0), "runs": moved}

@@ -40,6 +40,11 @@ def _tree(here: list[Place], sysfs: Path) -> Tree:
     return tree if found is None else {**tree, "counters": asdict(found)}
 
 
+def without_counters(drive: Tree) -> Tree:
+    """Return the figures of a drive without its counters since boot, which only the metrics need."""
+    return {name: value for name, value in drive.items() if name != "counters"}
+
+
 class DriveLooks:
     """Compute throughput from successive readings of drive counters.
 

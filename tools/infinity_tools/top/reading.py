@@ -16,7 +16,7 @@ from typing import Any, Final
 from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import Snapshot as StatsSnapshot
 from infinity.telemetry import StatsFileError, find_stats_files, read_stats_file
-from infinity.telemetry.drive_views import DriveLooks
+from infinity.telemetry.drive_views import DriveLooks, without_counters
 from infinity.telemetry.metrics import PARTS
 from infinity.telemetry.run_views import Runs
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
@@ -65,7 +65,7 @@ class Reader:
         tree = {
             "time": unix,
             "runs": self._runs.look(found, {}, now, unix),
-            "drives": [{name: value for name, value in drive.items() if name != "counters"} for _, drive in looked],
+            "drives": [without_counters(drive) for _, drive in looked],
         }
         return self._snapshot(plain(tree), None, [_NO_DAEMON, *notes])
 
