@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -51,14 +51,14 @@ _LEAST_FILLED = 0.8
 _ACTIVATION_PART: Final = 8
 """Default size of the host cache relative to its part for activations. A cache slot that permanently holds a page of
 weights saves as much traffic as one for activations, so a larger part has no advantage."""
-TOGETHER: Final = 4
-"""Maximum number of ranges updated in one optimizer call, to share the fixed cost of a call.
-
-Encoded formats take several calls per range, so they do not benefit.
+_BATCH_PART: Final = 16
+"""Size of the host cache relative to a batch, so that batches leave room for resident pages."""
+_LARGEST_BATCH: Final = 128 * MIB
+"""Maximum size of a batch: copying it to a GPU takes about 2 ms, much longer than its Python code.
 """
 BATCHES: Final = 2
-"""Number of optimizer calls whose pages are on the device at the same time: one is computed while the pages of the
-other are copied.
+"""Number of batches whose pages are on the device at the same time: one is computed while the pages of the other are
+copied.
 """
 FETCHED: Final = 6
 """Number of ranges whose gradients fit in host memory in addition to the host cache, for updates on a device: the
@@ -131,7 +131,9 @@ def choose_budget(
         least = least_cache_slots(widest_access(layout))
         if cache_slots < min(least, len(layout.pages)):
             raise BudgetError(_explain(layout, host_bytes, least, other_bytes, activations))
-        return Budget(layout, min(cache_slots, len(layout.pages)), of_activations)
+        cache_slots = min(cache_slots, len(layout.pages))
+        batch_pages = min(cache_slots // _BATCH_PART, _LARGEST_BATCH // layout.page_bytes)
+        return Budget(replace(layout, batch_pages=batch_pages), cache_slots, of_activations)
 
     budget = divide(fits=True)
     enlarged = not page_bytes and budget.layout.page_bytes > _LARGEST_PAGE
@@ -270,13 +272,13 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 def device_update_bytes(layout: Layout) -> int:
     """Return the maximum device memory, in bytes, that updates use.
 
-    It consists of the pages of `BATCHES` optimizer calls, and the temporaries of one call.
+    It consists of the pages of `BATCHES` batches, and the temporaries of one optimizer call.
     """
-    return (BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
+    return (BATCHES + 1) * max(layout.batch_pages, widest_access(layout)) * layout.page_bytes
 
 
 def widest_access(layout: Layout) -> int:
-    """Return the maximum number of pages that must be in memory at the same time."""
+    """Return the maximum number of pages of a range, which must be in memory at the same time."""
     return max((_widest(segment) for segment in layout.segments if segment.trainable and segment.ranges), default=1)
 
 

@@ -170,6 +170,15 @@ class Segment:
     ranges: tuple[Range, ...]
     whole: bool = False
 
+    @cached_property
+    def range_pages(self) -> tuple[tuple[Page, ...], ...]:
+        """All pages of each range, first those of gradients, then those of the update, and then those of weights."""
+        groups = (*self.grad_pages, self.update_pages, self.param_pages)
+        return tuple(
+            tuple(page for pages in groups for page, _, _ in overlapping(pages, item.start, item.stop))
+            for item in self.ranges
+        )
+
     def pages(self, role: Role) -> tuple[Page, ...]:
         """Return the pages of weights (PARAM), or of the master and the optimizer states (UPDATE)."""
         return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages}[role]
@@ -185,6 +194,7 @@ class Layout:
         shards: Shards, grouped by FSDP module, in all-gather order within each.
         pages: Pages by index.
         page_bytes: Maximum size of a page, in bytes.
+        batch_pages: Maximum number of pages in a batch, except batches of a single range.
     """
 
     fsdp_modules: tuple[FSDPModuleSpec, ...]
@@ -192,6 +202,7 @@ class Layout:
     shards: tuple[ShardLocation, ...]
     pages: tuple[Page, ...]
     page_bytes: int
+    batch_pages: int = 0
 
     @cached_property
     def fsdp_module_shards(self) -> tuple[tuple[int, ...], ...]:
@@ -225,6 +236,27 @@ class Layout:
             tuple((self.segments[s], position) for s in indices for position in range(len(self.segments[s].ranges)))
             for indices in self.fsdp_module_segments
         )
+
+    @cached_property
+    def fsdp_module_batches(self) -> tuple[tuple[Batch, ...], ...]:
+        """Batches of every FSDP module: consecutive ranges whose pages an update holds at the same time.
+
+        A range that needs full parameters is a batch of its own.
+        """
+        return tuple(tuple(self._batches(ranges)) for ranges in self.fsdp_module_ranges)
+
+    def _batches(self, ranges: Batch) -> Iterator[Batch]:
+        batch: list[tuple[Segment, int]] = []
+        held: set[int] = set()
+        for segment, position in ranges:
+            pages = {page.index for page in segment.range_pages[position]}
+            if batch and (segment.whole or batch[-1][0].whole or len(held | pages) > self.batch_pages):
+                yield tuple(batch)
+                batch, held = [], set()
+            batch.append((segment, position))
+            held |= pages
+        if batch:
+            yield tuple(batch)
 
     @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:
@@ -276,6 +308,8 @@ class Layout:
         return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
+Batch = tuple[tuple[Segment, int], ...]
+"""Consecutive ranges that are updated together, as (segment, position of the range)."""
 _START = attrgetter("start")
 
 

@@ -61,6 +61,10 @@ class GradientFetcher:
         self._grads, self._waiting = grads, deque(ranges)
         self._copy_ahead()
 
+    def wait(self) -> None:
+        """Wait for the gradients of the next range. Raises the same exceptions as `take`."""
+        self._pager.wait_for_device(self._coming[0][1], "copy gradients")
+
     def take(self) -> Slices:
         """Wait for the gradients of the next range, which stay valid until `release`.
 
@@ -68,16 +72,10 @@ class GradientFetcher:
             StallError: if the device does not respond.
             Exception: the first error of the run, if the run has already failed.
         """
-        slices, device_event = self._coming[0]
-        self._pager.wait_for_device(device_event, "copy gradients")
-        self._coming.popleft()
+        self.wait()
+        slices, _ = self._coming.popleft()
         self._held += 1
         return slices
-
-    @property
-    def ready(self) -> bool:
-        """``True`` if `take` would not wait."""
-        return bool(self._coming) and self._coming[0][1].passed()
 
     def release(self) -> None:
         """Release all gradients that were taken."""

@@ -11,7 +11,7 @@ import torch
 
 from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import DeviceEvent
@@ -19,7 +19,6 @@ from infinity.optim import optimizer_clone
 from infinity.optim.fetch import Slices
 from infinity.optim.full_parameter import FullParameters
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
-from infinity.schedule.trace import Access
 from infinity.units import align_up
 
 _DECODED = 256 * RANGE_ALIGNMENT
@@ -57,8 +56,8 @@ class RangePages:
     example as 8-bit numbers.
 
     Args:
-        access: page access of the range, as returned by `range_access`.
-        contents: bytes of the pages, in cache slots or on the GPU.
+        position: position of the range in its segment.
+        contents: bytes of the pages, in cache slots or on the GPU, by page.
         grads: gradients of the range; ``None`` if they are in GRAD pages.
     """
 
@@ -66,14 +65,13 @@ class RangePages:
         self,
         layout: Layout,
         segment: Segment,
-        item: Range,
-        access: Access,
-        contents: Sequence[Content],
+        position: int,
+        contents: Mapping[int, Content],
         grads: Slices | None,
     ) -> None:
-        self.segment, self.item, self.grads = segment, item, grads
+        self.segment, self.item, self.grads = segment, segment.ranges[position], grads
         self._layout = layout
-        self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
+        self._held = [(page, contents[page.index]) for page in segment.range_pages[position] if page.index in contents]
 
     def pages(self, role: Role) -> list[tuple[Page, Content]]:
         """Return the pages of one role, and their bytes."""

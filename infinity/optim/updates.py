@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -28,9 +28,7 @@ import torch
 from torch.profiler import record_function
 
 from infinity import interrupts
-from infinity.budget import TOGETHER
-from infinity.content.layout import Layout, Range, Segment
-from infinity.content.views import Content
+from infinity.content.layout import Batch, Layout
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device, DeviceEvent
@@ -43,18 +41,23 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.update import RangePages, Update
 from infinity.optim.update_thread import UpdateWorker, telling
 from infinity.schedule.pager import Pager, Reservation
-from infinity.schedule.trace import Event, range_access, update_order
+from infinity.schedule.trace import Event, batch_access, update_order
 from infinity.telemetry.ledger import Ledger
 
 _SUBMITTED = 1024
 """Maximum number of updates to track. It exceeds the number of FSDP modules whose gradients fit into GPU memory."""
 
 
-class _Range(NamedTuple):
-    """A range (contiguous elements of a segment that are updated together), and the reservation of its pages."""
+_TOGETHER = 4
+"""Maximum number of ranges in one call of the optimizer on the CPU. More of them do not make a call faster, but take
+more temporary memory.
+"""
 
-    segment: Segment
-    item: Range
+
+class _ReservedBatch(NamedTuple):
+    """A batch, and the reservation of its pages."""
+
+    ranges: Batch
     reservation: Reservation
 
 
@@ -256,20 +259,20 @@ class Updates:
             yield
 
     def _run(self, fsdp_module: int, update: Update, *, planned: bool = True) -> None:
-        """Reserve the pages of an FSDP module, and submit its ranges to the worker."""
+        """Reserve the pages of an FSDP module, and submit its batches to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
         self._gpu_prefetcher.drop(fsdp_module)
-        ranges: deque[_Range] = deque()
+        batches: list[_ReservedBatch] = []
         # If updates run on their own thread, this record in a profile covers only the submission of the update.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
-            for segment, position in self._layout.fsdp_module_ranges[fsdp_module]:
-                access = range_access(segment, position, components=update.components)
+            for ranges in self._layout.fsdp_module_batches[fsdp_module]:
+                access = batch_access(ranges, components=update.components)
                 reservation = self._pager.reservation(
                     access, planned=planned, threaded=self._worker.threaded, copies=copies
                 )
-                ranges.append(_Range(segment, segment.ranges[position], reservation))
-            job = self._worker.submit(partial(self._update, update, ranges))
+                batches.append(_ReservedBatch(ranges, reservation))
+            job = self._worker.submit(partial(self._update, update, batches))
             if job is not None:
                 self._submitted.append(job)
 
@@ -279,9 +282,9 @@ class Updates:
             return None  # any later use of GPU-resident pages waits for the update stream
         return self._device_pages.record_event
 
-    def _update(self, update: Update, ranges: deque[_Range]) -> None:
+    def _update(self, update: Update, batches: Sequence[_ReservedBatch]) -> None:
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
-            self._update_ranges(update, ranges)
+            self._update_batches(update, batches)
         update.grads = None
         if update.method:  # parameters that were never updated keep their initial state
             self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
@@ -290,35 +293,30 @@ class Updates:
         self.scalars.update(update.after)
         self.elements += update.elements
 
-    def _update_ranges(self, update: Update, ranges: deque[_Range]) -> None:
-        """Update ranges in order. Each call of the kernel also includes the next ranges whose pages are available."""
+    def _update_batches(self, update: Update, batches: Sequence[_ReservedBatch]) -> None:
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:
-            grads = there.begin(update.grads, update.arrived, [found.reservation.uses for found in ranges])
+            grads = there.begin(update.grads, update.arrived, [batch.reservation.uses for batch in batches])
         elif fetcher is not None and update.grads is not None:
-            fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
-        while ranges:
+            items = [segment.ranges[position] for batch in batches for segment, position in batch.ranges]
+            fetcher.begin(update.grads, update.arrived, items)
+        for ranges, reservation in batches:
             if fetcher is not None:
-                grads = fetcher.take()  # before holding pages, because other accesses may need them
-            with ExitStack() as held:
-                contents: Sequence[Content] | None = held.enter_context(ranges[0].reservation)
-                # A failure must be recorded before the reservations are released, so that these pages are not used
-                with telling(self._pager.fail):
-                    opened: list[RangePages] = []
-                    while contents is not None:
-                        segment, item, reservation = ranges.popleft()
-                        if there is not None:
-                            contents = there.bring(reservation.uses, contents)
-                        opened.append(RangePages(self._layout, segment, item, reservation.uses, contents, grads))
-                        more = ranges and len(opened) < TOGETHER and not (segment.format.encoded or segment.whole)
-                        more = more and (fetcher is None or fetcher.ready)
-                        contents = ranges[0].reservation.hold_at_once() if more else None
-                        if contents is not None:
-                            held.push(ranges[0].reservation)
-                            grads = fetcher.take() if fetcher is not None else grads
+                fetcher.wait()  # before holding pages, because other accesses may need them
+            # A failure must be recorded before the reservation is released, so that these pages are not used
+            with reservation as contents, telling(self._pager.fail):
+                if there is not None:
+                    contents = there.bring(reservation.uses, contents)
+                held = {use.page: content for use, content in zip(reservation.uses, contents, strict=True)}
+                together = len(ranges) if there is not None else _TOGETHER
+                for first in range(0, len(ranges), together):
+                    opened = []
+                    for segment, position in ranges[first : first + together]:
+                        grads = fetcher.take() if fetcher is not None else grads
+                        opened.append(RangePages(self._layout, segment, position, held, grads))
                     update.run(opened)
-                    if there is not None:
-                        there.leave()
-            if fetcher is not None:
-                fetcher.release()
+                    if fetcher is not None:
+                        fetcher.release()
+                if there is not None:
+                    there.leave()

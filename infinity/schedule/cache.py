@@ -140,16 +140,6 @@ class Cache:
                 pages[use.page].pins -= 1
             raise
 
-    def can_acquire(self, uses: Access) -> bool:
-        """Return ``True`` if `acquire` would not have to wait."""
-        for use in uses:
-            state = self._cache_slots.pages[use.page]
-            if state.cache_slot < 0 or state.reading or (state.writing and use.mode.modifies):
-                return False
-            if not _is_left_by_device(state, use.mode):
-                return False
-        return True
-
     def _fetch(self, use: Use, *, threaded: bool) -> None:
         page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
         reads = fetches and state.cache_slot < 0 and self._is_stored(page)

@@ -67,10 +67,6 @@ class GpuResidentPages:
 
     acquire_reservation = acquire
 
-    def can_acquire(self, uses: Access) -> bool:
-        """Return ``True``, because no use has to wait."""
-        return True
-
     def contents(self, uses: Access) -> list[torch.Tensor]:
         """Return the bytes of acquired pages, for later work on the current stream of the calling thread."""
         stream = self._device.current()

@@ -64,8 +64,8 @@ class Reservation:
     """An access that takes its place in the plan now and holds its pages later, in a ``with`` block.
 
     Updates use reservations, and so does the thread that prefetches weights to the GPU. Life cycle: `Pager.reservation`
-    creates a reservation on the training thread, without waiting. The reservation is held from `__enter__` (or
-    `hold_at_once`) to `__exit__`, which returns it. The update thread and the thread that prefetches weights each hold
+    creates a reservation on the training thread, without waiting. The reservation is held from `__enter__` to
+    `__exit__`, which returns it. The update thread and the thread that prefetches weights each hold
     their reservations one at a time, in the order in which they were created. If updates have no thread of their own,
     the training thread holds their reservations. Before the training thread uses a page, it waits until all
     reservations of the page have been returned. If `__enter__` raises, the reservation is never returned, and every
@@ -87,13 +87,6 @@ class Reservation:
     """Whether a thread other than the training thread holds the reservation."""
     copies: Callable[[], DeviceEvent] | None
     """Function that records an event after all copies. See `Pager.access`."""
-
-    def hold_at_once(self) -> list[Content] | None:
-        """Acquire the pages if this is possible without waiting, and return their bytes. Otherwise return ``None``.
-
-        Call `__exit__` to release the pages.
-        """
-        return self.pager._acquire_at_once(self)
 
     def __enter__(self) -> list[Content]:
         """Wait for the pages and return their bytes. Raises the same exceptions as `Pager.access`."""
@@ -506,14 +499,6 @@ class Pager:
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
         return cursor is not self._cursor or cursor.reaches(access.position)
-
-    def _acquire_at_once(self, item: Reservation) -> list[Content] | None:
-        with self.transfers.lock:
-            holder = self._holder(item.uses)
-            if not holder.can_acquire(item.uses):
-                return None
-            holder.acquire_reservation(item.uses, threaded=item.threaded)
-        return self._contents(item.uses)
 
     def _release_reservation(self, item: Reservation, device_event: DeviceEvent | None) -> None:
         with self.transfers.lock:

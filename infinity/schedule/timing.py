@@ -264,15 +264,15 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
         layout: pages of this rank.
     """
     pages = layout.pages
-    write, update, grad = Mode.WRITE, Mode.UPDATE, Role.GRAD  # properties of enum members take longer than `is`
-    elements = [
-        # The smallest modified page corresponds to the updated range. Weight pages may extend beyond that range.
-        min(
-            [pages[p].count for p, mode in access if (mode is update or mode is write) and pages[p].role is not grad],
-            default=0,
+    write, update = Mode.WRITE, Mode.UPDATE  # properties of enum members take longer than `is`
+
+    def modified(access: Access, role: Role) -> int:
+        return sum(
+            [pages[p].count for p, mode in access if pages[p].role is role and (mode is update or mode is write)]
         )
-        for access in trace
-    ]
+
+    # Weight pages may extend beyond the updated ranges. Without a master and states, each of them is a range.
+    elements = [modified(access, Role.UPDATE) or modified(access, Role.PARAM) for access in trace]
     total = sum(elements) or 1
     return [count / total for count in elements]
 

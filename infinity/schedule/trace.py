@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from infinity.content.layout import Layout, Segment, overlapping
+from infinity.content.layout import Batch, Layout, Segment, overlapping
 
 
 class EventKind(Enum):
@@ -101,13 +101,29 @@ def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, co
 
 
 def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) -> Iterator[Access]:
-    """Yield one access for each range of an FSDP module's update.
+    """Yield one access for each batch of an FSDP module's update.
 
     Args:
         components: number of stored components of the FSDP module's gradients.
     """
-    for segment, position in layout.fsdp_module_ranges[fsdp_module]:
-        yield range_access(segment, position, components=components)
+    for batch in layout.fsdp_module_batches[fsdp_module]:
+        yield batch_access(batch, components=components)
+
+
+def batch_access(batch: Batch, *, components: int = 0) -> Access:
+    """Return the access to the pages that the update of a batch needs.
+
+    Args:
+        components: number of stored components of the gradient.
+    """
+    if len(batch) == 1:
+        return range_access(*batch[0], components=components)
+    modes: dict[int, Mode] = {}
+    for segment, position in batch:
+        for page, mode in range_access(segment, position, components=components):
+            # The first range of a page decides whether its content is read, and the last one whether it is dropped.
+            modes[page] = mode if page not in modes or mode is Mode.CONSUME else modes[page]
+    return tuple(map(Use, modes, modes.values()))
 
 
 def range_access(segment: Segment, position: int, *, components: int = 0) -> Access:
