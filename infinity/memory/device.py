@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
@@ -91,6 +91,11 @@ class Device:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
         target.copy_(source)
+
+    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream) -> None:
+        """Copy several tensors in one call, as `copy` does. Dtypes must be equal."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     def take_copied(self) -> tuple[int, int]:
         """Return the number of bytes copied to the device and from it since the last call."""
@@ -175,6 +180,14 @@ class AcceleratorDevice(Device):
             # If the dtypes differed, `copy_` would use a temporary buffer and, on the host, would not wait for the copy
             # into this buffer.
             target.copy_(source.to(target.dtype), non_blocking=True)
+
+    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream) -> None:
+        """Queue copies of several tensors, all in the same direction, on a stream."""
+        if targets:
+            with self._lock:
+                self._copied[self._is_host(targets[0])] += sum(target.nbytes for target in targets)
+            with self.on(stream):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"

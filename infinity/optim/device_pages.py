@@ -81,25 +81,29 @@ class DevicePages:
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
+        if isinstance(contents[0], torch.Tensor):  # GPU-resident
+            return list(contents)
         coming, update = self._device.stream("in"), self._device.stream("update")
-        found = []
-        for use, content in zip(access, contents, strict=True):
-            if isinstance(content, torch.Tensor):
-                found.append(content)
-                continue
+        missing = [(use, content) for use, content in zip(access, contents, strict=True) if use.page not in self._pages]
+        if missing:
+            with self._device.on(coming):
+                memory = torch.empty(
+                    sum(len(content) for _, content in missing), dtype=torch.uint8, device=self._device.name
+                )
+            new = memory.split_with_sizes([len(content) for _, content in missing])
+            self._pages.update((use.page, page) for (use, _), page in zip(missing, new, strict=True))
+            fetched = [
+                (page, bytes_of(content)) for (use, content), page in zip(missing, new, strict=True) if use.mode.fetches
+            ]
+            self._device.copy_all([page for page, _ in fetched], [source for _, source in fetched], coming)
+            self._device.keep(memory, update)
+        found = [self._pages[use.page] for use in access]
+        for use, content, page in zip(access, contents, found, strict=True):
             self._needed[use.page] -= 1
-            if use.page not in self._pages:
-                with self._device.on(coming):
-                    self._pages[use.page] = torch.empty(len(content), dtype=torch.uint8, device=self._device.name)
-                if use.mode.fetches:
-                    self._device.copy(self._pages[use.page], bytes_of(content), coming)
-            page = self._pages[use.page]
-            found.append(page)
             if use.mode.modifies:
                 self._back[use.page] = content, page
             if not self._needed[use.page]:
                 del self._pages[use.page]
-            self._device.keep(page, update)
         self._device.record_event(coming).before(update)
         return found
 
@@ -114,11 +118,11 @@ class DevicePages:
             return
         back = self._device.stream("back")
         self._device.record_event(self._device.stream("update")).before(back)
-        for index, (content, page) in list(self._back.items()):
-            if not self._needed[index]:
-                self._device.copy(bytes_of(content), page, back)
-                self._device.keep(page, back)
-                del self._back[index]
+        done = [index for index in self._back if not self._needed[index]]
+        moved = [self._back.pop(index) for index in done]
+        self._device.copy_all([bytes_of(content) for content, _ in moved], [page for _, page in moved], back)
+        for _, page in moved:
+            self._device.keep(page, back)
         self._left = self.record_event()
         self._batches.append(self._left)
 

@@ -73,15 +73,17 @@ class RangePages:
         self._layout = layout
         self._held = [(page, contents[page.index]) for page in segment.range_pages[position] if page.index in contents]
 
-    def pages(self, role: Role) -> list[tuple[Page, Content]]:
-        """Return the pages of one role, and their bytes."""
-        return [(page, content) for page, content in self._held if page.role is role]
-
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""
         (component,) = self.segment.format.components[name]
-        page, content = next(held for held in self.pages(component.role) if held[0].start <= start < held[0].stop)
-        return component_of(content, page, component, start, stop)
+        for page, content in self._held:
+            if page.role is component.role and page.start <= start < page.start + page.count:
+                return component_of(content, page, component, start, stop)
+        raise AssertionError
+
+    def pages(self, role: Role) -> list[tuple[Page, Content]]:
+        """Return the pages of one role, and their bytes."""
+        return [(page, content) for page, content in self._held if page.role is role]
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
         """Return a copy of elements [start, stop) of the stored gradient.

@@ -41,7 +41,7 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.update import RangePages, Update
 from infinity.optim.update_thread import UpdateWorker, telling
 from infinity.schedule.pager import Pager, Reservation
-from infinity.schedule.trace import Event, batch_access, update_order
+from infinity.schedule.trace import Access, Event, update_accesses, update_order
 from infinity.telemetry.ledger import Ledger
 
 _SUBMITTED = 1024
@@ -104,6 +104,8 @@ class Updates:
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
+        self._accesses: dict[tuple[int, int], Sequence[tuple[Batch, Access]]] = {}
+        """Results of `_batches`. They are the same in every step."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
         self._pending: dict[int, Update] = {}  # updates that have not run when the step ends, by FSDP module
@@ -266,8 +268,7 @@ class Updates:
         # If updates run on their own thread, this record in a profile covers only the submission of the update.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
-            for ranges in self._layout.fsdp_module_batches[fsdp_module]:
-                access = batch_access(ranges, components=update.components)
+            for ranges, access in self._batches(fsdp_module, update.components):
                 reservation = self._pager.reservation(
                     access, planned=planned, threaded=self._worker.threaded, copies=copies
                 )
@@ -275,6 +276,13 @@ class Updates:
             job = self._worker.submit(partial(self._update, update, batches))
             if job is not None:
                 self._submitted.append(job)
+
+    def _batches(self, fsdp_module: int, components: int) -> Sequence[tuple[Batch, Access]]:
+        """Return the batches of an FSDP module, with the access to the pages of each."""
+        if (key := (fsdp_module, components)) not in self._accesses:
+            accesses = update_accesses(self._layout, fsdp_module, components=components)
+            self._accesses[key] = tuple(zip(self._layout.fsdp_module_batches[fsdp_module], accesses, strict=True))
+        return self._accesses[key]
 
     def _copies(self, fsdp_module: int) -> Callable[[], DeviceEvent] | None:
         """Return a function that records an event after page copies to and from the GPU; ``None`` without copies."""
