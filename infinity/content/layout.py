@@ -29,7 +29,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -141,6 +141,21 @@ class Range:
         return self.stop - self.start
 
 
+class WeightPart(NamedTuple):
+    """Part of a shard's weights that is stored in one page."""
+
+    shard: int
+    """Index of the shard."""
+    page: int
+    """Index of the page."""
+    offset: int
+    """Offset in the page, in bytes."""
+    begin: int
+    """Offset in the shard, in bytes."""
+    nbytes: int
+    """Length in bytes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """One segment of an FSDP module and its pages. Each tuple of pages is in element order.
@@ -212,13 +227,40 @@ class Layout:
             members[shard.fsdp_module].append(index)
         return tuple(map(tuple, members))
 
-    def begins_fsdp_module(self, shard: int) -> bool:
-        """Return whether a shard is the first one of its FSDP module in all-gather order."""
-        return self.fsdp_module_shards[self.shards[shard].fsdp_module][0] == shard
+    @cached_property
+    def fsdp_module_gathers(self) -> tuple[tuple[tuple[WeightPart, ...], ...], ...]:
+        """Weights of every FSDP module in all-gather order, divided into batches whose pages are held together.
 
-    def ends_fsdp_module(self, shard: int) -> bool:
-        """Return whether a shard is the last one of its FSDP module in all-gather order."""
-        return self.fsdp_module_shards[self.shards[shard].fsdp_module][-1] == shard
+        A page that contains parts of several shards may occur in several batches.
+        """
+        return tuple(tuple(self._gather_batches(shards)) for shards in self.fsdp_module_shards)
+
+    def _gather_batches(self, shards: Iterable[int]) -> Iterator[tuple[WeightPart, ...]]:
+        batch: list[WeightPart] = []
+        held: set[int] = set()
+        for shard in shards:
+            placed = self.shards[shard]
+            segment = self.segments[placed.segment]
+            size = ITEMSIZE[segment.format.param]
+            for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
+                if page.index not in held and len(held) >= max(1, self.batch_pages):
+                    yield tuple(batch)
+                    batch, held = [], set()
+                offset, begin = size * (first - page.start), size * (first - placed.start)
+                batch.append(WeightPart(shard, page.index, offset, begin, size * (last - first)))
+                held.add(page.index)
+        if batch:
+            yield tuple(batch)
+
+    @cached_property
+    def shard_parts(self) -> tuple[tuple[tuple[int, tuple[WeightPart, ...]], ...], ...]:
+        """Weights of every shard, as (number of the batch in `fsdp_module_gathers`, parts)."""
+        found: list[list[tuple[int, tuple[WeightPart, ...]]]] = [[] for _ in self.shards]
+        for batches in self.fsdp_module_gathers:
+            for number, batch in enumerate(batches):
+                for shard, parts in itertools.groupby(batch, attrgetter("shard")):
+                    found[shard].append((number, tuple(parts)))
+        return tuple(map(tuple, found))
 
     @cached_property
     def fsdp_module_segments(self) -> tuple[tuple[int, ...], ...]:
@@ -246,17 +288,21 @@ class Layout:
         return tuple(tuple(self._batches(ranges)) for ranges in self.fsdp_module_ranges)
 
     def _batches(self, ranges: Batch) -> Iterator[Batch]:
-        batch: list[tuple[Segment, int]] = []
+        begin = last = 0  # of the batch: its first range, and the last place where no page is cut; 0 if there is none
         held: set[int] = set()
-        for segment, position in ranges:
+        for number, (segment, position) in enumerate(ranges):
             pages = {page.index for page in segment.range_pages[position]}
-            if batch and (segment.whole or batch[-1][0].whole or len(held | pages) > self.batch_pages):
-                yield tuple(batch)
-                batch, held = [], set()
-            batch.append((segment, position))
+            before = ranges[number - 1][0]
+            if number > begin and held.isdisjoint(pages):
+                last = number
+            if number > begin and (segment.whole or before.whole or len(held | pages) > self.batch_pages):
+                end = last if last > begin and not (segment.whole or before.whole) else number
+                yield ranges[begin:end]
+                begin = end
+                held = {page.index for of, at in ranges[begin:number] for page in of.range_pages[at]}
             held |= pages
-        if batch:
-            yield tuple(batch)
+        if begin < len(ranges):
+            yield ranges[begin:]
 
     @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:

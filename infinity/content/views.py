@@ -17,9 +17,16 @@ Content = memoryview | torch.Tensor
 """Bytes of a page, either in a cache slot or as a one-dimensional uint8 tensor on a device."""
 
 
-def bytes_of(content: Content) -> torch.Tensor:
-    """Return the bytes of a page as a view: a one-dimensional uint8 tensor."""
-    return content if isinstance(content, torch.Tensor) else torch.frombuffer(content, dtype=torch.uint8)
+def bytes_of(content: Content, offset: int = 0, nbytes: int = -1) -> torch.Tensor:
+    """Return bytes of a page as a view: a one-dimensional uint8 tensor.
+
+    Args:
+        offset: Offset in the page.
+        nbytes: Number of bytes; by default, all bytes from `offset` on.
+    """
+    if isinstance(content, torch.Tensor):
+        return content[offset : offset + nbytes] if nbytes >= 0 else content[offset:]
+    return torch.frombuffer(content, dtype=torch.uint8, offset=offset, count=nbytes)
 
 
 @cache

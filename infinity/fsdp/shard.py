@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class ShardHandle:
     """Dtype of the all-gather input."""
     device: torch.device
 
+    @cached_property
+    def pre_all_gather(self) -> _PreAllGather:
+        """The function that FSDP2 calls in every gather."""
+        return _PreAllGather(self)
+
     def load(self) -> torch.Tensor:
         """Return a copy of the elements without padding, flat, on the compute device."""
         return self.source.load(self.shard).to(self.device)
@@ -55,11 +61,10 @@ class PagedShard(PagedTensor):
 
     handle: ShardHandle
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return the all-gather input to FSDP2: this slice in the compute dtype, padded."""
-        return (GatherInput(self.handle, self.handle.padded),), None
+    @property
+    def fsdp_pre_all_gather(self) -> _PreAllGather:
+        """Function that returns the all-gather input to FSDP2: this slice in the compute dtype, padded."""
+        return self.handle.pre_all_gather
 
     def fsdp_post_all_gather(
         self,
@@ -74,8 +79,23 @@ class PagedShard(PagedTensor):
         return None if out is not None else (tensor, (tensor,))
 
 
-# FSDP2 inspects the signature in every gather of every parameter, which takes longer than the call unless it is cached.
-PagedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(PagedShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+class _PreAllGather:
+    """Return the all-gather input of a shard.
+
+    FSDP2 inspects the signature in every gather of every parameter, which takes longer than the call itself unless the
+    callable is an object with a signature.
+    """
+
+    def __init__(self, handle: ShardHandle) -> None:
+        self._input = GatherInput(handle, handle.padded)
+        self._result = (self._input,), None
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return self._result
+
+    __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
 
 class GatherInput(torch.Tensor):

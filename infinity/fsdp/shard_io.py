@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,13 +15,14 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
-from infinity.content.layout import Layout, Page, ShardLocation, overlapping
-from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
+from infinity.content.layout import Layout, Page, overlapping
+from infinity.content.views import Content, bytes_of, put, read_section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Mode, Use
+from infinity.schedule.tier import fsdp_module_bytes
+from infinity.schedule.trace import Mode, Use, gather_accesses
 from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
 
@@ -29,15 +30,15 @@ from infinity.units import format_size
 class GatherListener(Protocol):
     """Listener that is notified when shards are used."""
 
-    def gathering(self, shard: int) -> bool:
-        """Called before the pages of a shard are copied for an all-gather.
+    def gathering(self, fsdp_module: int) -> bool:
+        """Called before the weights of an FSDP module are copied for an all-gather.
 
         Returns:
             Whether the all-gather belongs to a training step.
         """
 
-    def gathered(self, shard: int) -> None:
-        """Called after the pages of a shard have been copied for an all-gather in a training step."""
+    def gathered(self, fsdp_module: int) -> None:
+        """Called after the weights of an FSDP module have been copied for an all-gather in a training step."""
 
     def look(self, shard: int) -> None:
         """Flush the pending updates of a shard before its weights or optimizer states are read or written."""
@@ -49,6 +50,53 @@ class _OpenRun(NamedTuple):
     ledger: Ledger
     gpu_prefetcher: GpuPrefetcher
     allow_new_versions: Callable[[Iterable[int]], None]
+
+
+class _Gather:
+    """Copies of the weights of one FSDP module, from its first shard to its last.
+
+    FSDP2 provides the destination of one shard at a time. The pages of a batch are held until another batch is needed.
+
+    Args:
+        planned: whether the gather belongs to a training step.
+    """
+
+    def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int, *, planned: bool) -> None:
+        self._layout, self._device, self._opened = layout, device, opened
+        self.fsdp_module, self.planned = fsdp_module, planned
+        self._prefetched = planned and opened.gpu_prefetcher.has(fsdp_module)
+        self._accesses = [*gather_accesses(layout, fsdp_module)]
+        self._held: AbstractContextManager[list[Content]] | None = None
+        self._batch = -1  # number of the batch that is held
+        self._contents: dict[int, Content] = {}  # contents of its pages, by page
+
+    def copy(self, shard: int, destination: torch.Tensor) -> None:
+        """Copy the weights of a shard, padding included, into a flat tensor on the current stream."""
+        if self._prefetched:
+            self._opened.gpu_prefetcher.copy_out(shard, destination)
+            return
+        into = destination.view(torch.uint8)
+        for batch, parts in self._layout.shard_parts[shard]:
+            self._hold(batch)
+            targets = [into[part.begin : part.begin + part.nbytes] for part in parts]
+            sources = [bytes_of(self._contents[part.page], part.offset, part.nbytes) for part in parts]
+            self._device.copy_all(targets, sources, self._device.current())
+
+    def _hold(self, batch: int) -> None:
+        if self._held is not None and batch == self._batch:
+            return
+        self.release()
+        uses = self._accesses[batch]
+        copied = partial(self._device.record_event, self._device.current())
+        held = self._opened.pager.access(uses, planned=self.planned, copies=copied)
+        self._contents = {use.page: content for use, content in zip(uses, held.__enter__(), strict=True)}
+        self._held, self._batch = held, batch
+
+    def release(self) -> None:
+        """Release the pages that are held."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
 
 
 class ShardIO:
@@ -83,6 +131,7 @@ class ShardIO:
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
         self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
+        self._gather: _Gather | None = None  # gather in progress
         # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
         self._loaded = 0
         # Sizes, in bytes, of loaded tensors that have been freed. Any thread may append to it, even from within the
@@ -116,31 +165,46 @@ class ShardIO:
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the elements of a shard in the compute dtype, padding included, into a flat tensor."""
-        placed, opened = self._layout.shards[shard], self._opened
-        name = placed.spec.name
-        shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
-        # An interrupt at the end of `no_grad` would leave gradients disabled
-        with interrupts.held(waits=False), opened.ledger.part("python", name, name="gather"), shown:
-            planned = opened.listener.gathering(shard)
-            with torch.no_grad():
-                if planned and opened.gpu_prefetcher.has(placed.fsdp_module):
-                    opened.gpu_prefetcher.copy_out(shard, destination)
-                else:
-                    self._copy_param(placed, destination, planned=planned)
-            opened.ledger.copied(destination.numel() * destination.itemsize)
-            if planned:
-                opened.listener.gathered(shard)
+        fsdp_module = self._layout.shards[shard].fsdp_module
+        shards = self._layout.fsdp_module_shards[fsdp_module]
+        gather = self._gather
+        interrupts.begin()
+        try:
+            if gather is None or gather.fsdp_module != fsdp_module or shard == shards[0]:
+                gather = self._begin_gather(fsdp_module)
+            with self._opened.ledger.part("copy"):
+                gather.copy(shard, destination)
+            if shard == shards[-1]:
+                self._end_gather(gather)
+        except BaseException:
+            self._drop_gather()
+            raise
+        finally:
+            interrupts.end()
 
-    def _copy_param(self, placed: ShardLocation, destination: torch.Tensor, *, planned: bool) -> None:
-        segment = self._layout.segments[placed.segment]
-        stream = self._device.current()
-        copied = partial(self._device.record_event, stream)
-        for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
-            use = (Use(page.index, Mode.READ),)
-            with self._opened.pager.access(use, planned=planned, copies=copied) as (content,):
-                source = section(content, page, self._layout, first, last)
-                with self._opened.ledger.part("copy"):
-                    self._device.copy(destination[first - placed.start : last - placed.start], source, stream)
+    def _begin_gather(self, fsdp_module: int) -> _Gather:
+        self._drop_gather()
+        opened, name = self._opened, self._layout.fsdp_modules[fsdp_module].name
+        shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
+        with opened.ledger.part("python", name, name="gather"), shown:
+            planned = opened.listener.gathering(fsdp_module)
+        self._gather = _Gather(self._layout, self._device, opened, fsdp_module, planned=planned)
+        return self._gather
+
+    def _end_gather(self, gather: _Gather) -> None:
+        gather.release()
+        self._gather = None
+        opened = self._opened
+        opened.ledger.copied(fsdp_module_bytes(self._layout, gather.fsdp_module))
+        if gather.planned:
+            with opened.ledger.part("python"):
+                opened.listener.gathered(gather.fsdp_module)
+
+    def _drop_gather(self) -> None:
+        """End a gather that FSDP2 did not complete."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.release()
 
     def _held(self) -> int:
         """Return the total size, in bytes, of the loaded tensors that are still alive."""

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from infinity.content.layout import Layout, Page, ShardLocation, overlapping
-from infinity.content.views import section, torch_dtype
+from infinity.content.layout import Layout, WeightPart
+from infinity.content.views import bytes_of
 from infinity.errors import InfinityError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.pager import Pager, Reservation
@@ -29,18 +30,11 @@ from infinity.schedule.trace import Event, gather_accesses
 from infinity.schedule.update_schedule import UpdateSchedule
 
 
-class _Part(NamedTuple):
-    """Part of a shard that is stored in one page."""
+class _Batch(NamedTuple):
+    """Weights whose pages are held at the same time."""
 
     reservation: Reservation
-    page: Page
-    placed: ShardLocation
-    first: int
-    """Index of the first element in the segment."""
-    last: int
-    """Index after the last element in the segment."""
-    offset: int
-    """Offset of the shard in the slot, in bytes."""
+    parts: Sequence[WeightPart]
 
 
 class _Slot:
@@ -68,6 +62,10 @@ class GpuPrefetcher:
         self._provided: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         """FSDP modules that have slots, and the kept ones among them."""
         self._thread: ThreadPoolExecutor | None = None  # started by `provide`
+        self._offsets: dict[int, int] = {}  # offset in the slot by shard, in bytes
+        for shards in layout.fsdp_module_shards:
+            starts = accumulate((shard_bytes(layout, shard) for shard in shards), initial=0)
+            self._offsets.update(zip(shards, starts, strict=False))
 
     def provide(self, update_schedule: UpdateSchedule, events: Sequence[Event]) -> None:
         """Allocate the slots for steps with the given events. If the slots change, prefetched weights are discarded.
@@ -119,50 +117,45 @@ class GpuPrefetcher:
             raise InfinityError("the GPU prefetch buffer has no slots; call provide first")
         slot = self._own.get(fsdp_module) or self._free.popleft()
         self._prefetched[fsdp_module] = slot
-        slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._parts(fsdp_module))
+        slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._batches(fsdp_module))
         slot.used = None
 
-    def _parts(self, fsdp_module: int) -> deque[_Part]:
-        """Reserve the pages of an FSDP module, shard by shard, in the order of `gather_accesses`."""
+    def _batches(self, fsdp_module: int) -> deque[_Batch]:
+        """Reserve the pages of an FSDP module, batch by batch."""
         device_event = partial(self._device.record_event, self._device.stream("stage"))
-        accesses = gather_accesses(self._layout, fsdp_module)
-        parts: deque[_Part] = deque()
-        offset = 0
-        for shard in self._layout.fsdp_module_shards[fsdp_module]:
-            placed = self._layout.shards[shard]
-            pages = self._layout.segments[placed.segment].param_pages
-            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.padded):
-                reservation = self._pager.reservation(next(accesses), threaded=True, copies=device_event, ahead=True)
-                parts.append(_Part(reservation, page, placed, first, last, offset))
-            offset += shard_bytes(self._layout, shard)
-        return parts
+        return deque(
+            _Batch(self._pager.reservation(access, threaded=True, copies=device_event, ahead=True), parts)
+            for access, parts in zip(
+                gather_accesses(self._layout, fsdp_module), self._layout.fsdp_module_gathers[fsdp_module], strict=True
+            )
+        )
 
-    def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, parts: deque[_Part]) -> DeviceEvent:
+    def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_Batch]) -> DeviceEvent:
         """Issue all copies into the memory of a slot, and return the event that follows. Runs in the prefetch thread.
 
         Args:
             memory: Memory of the slot.
             used: Event that follows earlier uses of the memory.
-            parts: Parts to copy, each with its reservation.
+            batches: Weights to copy.
         """
         try:
-            return self._copy_in(memory, used, parts)
+            return self._copy_in(memory, used, batches)
         except Exception as error:
             self._pager.fail(error)  # the remaining reservations are never returned, so no thread may wait for them
             raise
 
-    def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, parts: deque[_Part]) -> DeviceEvent:
+    def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_Batch]) -> DeviceEvent:
         stream = self._device.stream("stage")
         if used is not None:
             used.before(stream)
-        while parts:
-            part = parts.popleft()
-            dtype = torch_dtype(self._layout.segments[part.placed.segment].format.param)
-            begin = part.offset + (part.first - part.placed.start) * dtype.itemsize
-            target = memory[begin : begin + (part.last - part.first) * dtype.itemsize].view(dtype)
-            with part.reservation as (content,):
-                source = section(content, part.page, self._layout, part.first, part.last)
-                self._device.copy(target, source, stream)
+        while batches:
+            reservation, parts = batches.popleft()
+            begins = [self._offsets[part.shard] + part.begin for part in parts]
+            targets = [memory[begin : begin + part.nbytes] for begin, part in zip(begins, parts, strict=True)]
+            with reservation as contents:
+                held = {use.page: content for use, content in zip(reservation.uses, contents, strict=True)}
+                sources = [bytes_of(held[part.page], part.offset, part.nbytes) for part in parts]
+                self._device.copy_all(targets, sources, stream)
         return self._device.record_event(stream)
 
     def copy_out(self, shard: int, destination: torch.Tensor) -> None:
@@ -174,11 +167,11 @@ class GpuPrefetcher:
         fsdp_module = self._layout.shards[shard].fsdp_module
         slot, stream = self._prefetched[fsdp_module], self._device.current()
         shards = self._layout.fsdp_module_shards[fsdp_module]
-        if self._layout.begins_fsdp_module(shard):
+        if shard == shards[0]:
             self._filled(slot).before(stream)
-        begin = sum(shard_bytes(self._layout, before) for before in shards[: shards.index(shard)])
+        begin = self._offsets[shard]
         destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype))
-        if self._layout.ends_fsdp_module(shard):
+        if shard == shards[-1]:
             slot.used = self._device.record_event(stream)
             if fsdp_module not in self._own:
                 del self._prefetched[fsdp_module]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
@@ -92,7 +92,7 @@ class Device:
         """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
         target.copy_(source)
 
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream) -> None:
         """Copy several tensors in one call, as `copy` does. Dtypes must be equal."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
@@ -181,7 +181,7 @@ class AcceleratorDevice(Device):
             # into this buffer.
             target.copy_(source.to(target.dtype), non_blocking=True)
 
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream) -> None:
         """Queue copies of several tensors, all in the same direction, on a stream."""
         if targets:
             with self._lock:

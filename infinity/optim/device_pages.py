@@ -1,33 +1,111 @@
 """Pages that are updated on the GPU, and their copies to and from cache slots.
 
-[Note: updates on the device] A *range* is a set of contiguous elements of an FSDP module that are updated together. The
-pages of a batch of ranges are copied to the GPU, updated there by the same code as in host memory, and copied back.
-Each of these operations has its own stream, so that one batch is copied while the previous one is updated. A page stays
-on the GPU until the last range that needs it has been updated. A page reservation ends with the event after the copies
-back, so that a cache slot is not used before it holds the result of the update. Pages of GPU-resident FSDP modules are
-updated in place.
+[Note: updates on the device] The pages of a batch are copied to the GPU, updated there by the same code as in host
+memory, and copied back. Each of these operations has its own stream, so that one batch is copied while the previous one
+is updated. On the GPU, consecutive pages of the same kind are joined into one page, so that the optimizer updates each
+parameter of the batch in one piece. A page reservation ends with the event after the copies back, so that a cache slot
+is not used before it holds the result of the update. Pages of GPU-resident FSDP modules are updated in place.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.budget import BATCHES
-from infinity.content.layout import Layout
-from infinity.content.views import Content, bytes_of
+from infinity.content.format import ITEMSIZE, Component, Role
+from infinity.content.layout import Batch, Layout, Page, Range, Segment
+from infinity.content.views import Content
 from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.fetch import Slices
+from infinity.optim.update import RangePages
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Access
+from infinity.schedule.trace import Access, Mode, Use
+from infinity.units import align_up
+
+_ALIGNMENT = 256
+"""Alignment of joined pages in bytes, as in PyTorch's CUDA allocator."""
+
+
+class _Array(NamedTuple):
+    """Contiguous items of one kind in a page."""
+
+    use: Use
+    offset: int
+    """Offset in the page, in bytes."""
+    nbytes: int
+    """Length in bytes."""
+
+
+class _JoinedRange(NamedTuple):
+    """Consecutive ranges of a segment as one range."""
+
+    segment: Segment
+    item: Range
+    pages: tuple[tuple[Page, int, int], ...]
+    """Joined pages, each with its first byte and the byte after its last one in the memory of the batch."""
+
+
+class JoinedBatch:
+    """Arrangement of the pages of a batch on the GPU.
+
+    Attributes:
+        arrays: content of the pages, in the order in which the GPU memory of the batch contains it; ``None`` for a gap.
+        sizes: lengths of `arrays`, in bytes.
+        ranges: joined ranges, one per segment.
+    """
+
+    def __init__(self, layout: Layout, batch: Batch, access: Access) -> None:
+        self.arrays: list[_Array | None] = []
+        self.sizes: list[int] = []
+        self.ranges: list[_JoinedRange] = []
+        by_kind: dict[tuple[int, Role, int], list[tuple[Use, Page]]] = {}
+        for use in access:
+            page = layout.pages[use.page]
+            by_kind.setdefault((page.segment, page.role, page.component), []).append((use, page))
+        for number, members in groupby(batch, lambda member: member[0].param_pages[0].segment):
+            ranges = list(members)
+            segment = layout.segments[number]
+            items = [segment.ranges[position] for _, position in ranges]
+            shards = tuple(dict.fromkeys(shard for item in items for shard in item.shards))
+            joined = tuple(self._join(segment, used) for kind, used in by_kind.items() if kind[0] == number)
+            item = Range(start=items[0].start, stop=items[-1].stop, shards=shards)
+            self.ranges.append(_JoinedRange(segment, item, joined))
+
+    def _join(self, segment: Segment, used: Sequence[tuple[Use, Page]]) -> tuple[Page, int, int]:
+        """Append consecutive pages of one kind, array by array."""
+        begin = sum(self.sizes)
+        _, first = used[0]
+        for component in _components(segment, first):
+            for use, page in used:
+                nbytes = page.count // component.each * ITEMSIZE[component.dtype]
+                self.arrays.append(_Array(use, int(component.offset * page.count), nbytes))
+                self.sizes.append(nbytes)
+        end = sum(self.sizes)
+        self.arrays.append(None)
+        self.sizes.append(align_up(end, _ALIGNMENT) - end)
+        return replace(first, count=sum(page.count for _, page in used), nbytes=end - begin), begin, end
+
+
+def _components(segment: Segment, page: Page) -> Sequence[Component]:
+    """Return the arrays in a page, in order."""
+    fmt = segment.format
+    if page.role is Role.PARAM:
+        return (fmt.weights,)
+    if page.role is Role.GRAD:
+        return (Component(Role.GRAD, fmt.grads[page.component], 1, 0.0),)
+    found = {component for part in fmt.components.values() for component in part if component.role is Role.UPDATE}
+    return sorted(found, key=lambda component: component.offset)
 
 
 class DevicePages:
-    """GPU copies of the pages of the FSDP module that is being updated. The update thread calls all methods.
+    """GPU copies of the pages of batches that are being updated. The update thread calls all methods.
 
     Args:
         device: GPU that updates the pages.
@@ -36,29 +114,24 @@ class DevicePages:
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        self._pages: dict[int, torch.Tensor] = {}  # bytes on the GPU, by page
-        self._needed: Counter[int] = Counter()  # number of remaining ranges that need a page, by page
-        # Cache slot and GPU bytes of the pages that `leave` copies back
-        self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}
+        self._joined: dict[Access, JoinedBatch] = {}  # arrangements are the same in every step
+        # Cache slots and GPU bytes of the arrays that `leave` copies back
+        self._back: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._batches: deque[DeviceEvent] = deque()  # events after batches that may be unfinished
         # Event after all work so far, set from `leave` until the next batch; all reservations of a batch share it
         self._left: DeviceEvent | None = None
 
-    def begin(
-        self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[DeviceEvent], accesses: Iterable[Access]
-    ) -> Slices | None:
+    def begin(self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[DeviceEvent]) -> Slices | None:
         """Begin the update of an FSDP module.
 
         Args:
             grads: flat gradients by shard; ``None`` if they are in pages.
             arrived: events after which the gradients are complete.
-            accesses: page accesses of all ranges of the FSDP module.
 
         Returns:
             The gradients by shard, each with the index of its first element in the segment; ``None`` if they are in
             pages.
         """
-        self._needed = Counter(use.page for access in accesses for use in access)
         self._left = None
         stream = self._device.stream("update")
         for device_event in arrived:
@@ -69,10 +142,12 @@ class DevicePages:
             return None
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
-    def bring(self, access: Access, contents: Sequence[Content]) -> list[torch.Tensor]:
-        """Start copying the pages of a range to the GPU, and return the copies for use in `on_stream`.
+    def bring(
+        self, batch: Batch, access: Access, contents: Sequence[Content], grads: Slices | None
+    ) -> list[RangePages]:
+        """Start copying the pages of a batch to the GPU, and return their ranges for use in `on_stream`.
 
-        GPU-resident pages are returned as they are.
+        GPU-resident pages are used as they are.
 
         Raises:
             StallError: if the GPU does not respond.
@@ -81,50 +156,51 @@ class DevicePages:
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
+        held = {use.page: content for use, content in zip(access, contents, strict=True)}
         if isinstance(contents[0], torch.Tensor):  # GPU-resident
-            return list(contents)
+            return [RangePages.of(self._layout, segment, position, held, grads) for segment, position in batch]
+        if access not in self._joined:
+            self._joined[access] = JoinedBatch(self._layout, batch, access)
+        joined = self._joined[access]
         coming, update = self._device.stream("in"), self._device.stream("update")
-        missing = [(use, content) for use, content in zip(access, contents, strict=True) if use.page not in self._pages]
-        if missing:
-            with self._device.on(coming):
-                memory = torch.empty(
-                    sum(len(content) for _, content in missing), dtype=torch.uint8, device=self._device.name
-                )
-            new = memory.split_with_sizes([len(content) for _, content in missing])
-            self._pages.update((use.page, page) for (use, _), page in zip(missing, new, strict=True))
-            fetched = [
-                (page, bytes_of(content)) for (use, content), page in zip(missing, new, strict=True) if use.mode.fetches
-            ]
-            self._device.copy_all([page for page, _ in fetched], [source for _, source in fetched], coming)
-            self._device.keep(memory, update)
-        found = [self._pages[use.page] for use in access]
-        for use, content, page in zip(access, contents, found, strict=True):
-            self._needed[use.page] -= 1
-            if use.mode.modifies:
-                self._back[use.page] = content, page
-            if not self._needed[use.page]:
-                del self._pages[use.page]
+        with self._device.on(coming):
+            memory = torch.empty(sum(joined.sizes), dtype=torch.uint8, device=self._device.name)
+        there: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._back = [], []
+        for array, part in zip(joined.arrays, memory.split_with_sizes(joined.sizes), strict=True):
+            if array is not None:
+                (page, mode), offset, nbytes = array
+                source = torch.frombuffer(held[page], dtype=torch.uint8, offset=offset, count=nbytes)
+                if mode is not Mode.WRITE:
+                    there[0].append(part)
+                    there[1].append(source)
+                if mode is Mode.UPDATE or mode is Mode.WRITE:
+                    self._back[0].append(source)
+                    self._back[1].append(part)
+        self._device.copy_all(*there, coming)
         self._device.record_event(coming).before(update)
-        return found
+        self._device.keep(memory, update)
+        return [
+            RangePages(self._layout, segment, item, [(page, memory[begin:end]) for page, begin, end in pages], grads)
+            for segment, item, pages in joined.ranges
+        ]
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Make this thread compute on the update stream."""
         return self._device.on(self._device.stream("update"))
 
     def leave(self) -> None:
-        """End a batch, and start copying back the pages that no later range of the FSDP module needs."""
-        if not self._back:
-            self._batches.append(self._device.record_event(self._device.stream("update")))
-            return
-        back = self._device.stream("back")
-        self._device.record_event(self._device.stream("update")).before(back)
-        done = [index for index in self._back if not self._needed[index]]
-        moved = [self._back.pop(index) for index in done]
-        self._device.copy_all([bytes_of(content) for content, _ in moved], [page for _, page in moved], back)
-        for _, page in moved:
-            self._device.keep(page, back)
-        self._left = self.record_event()
-        self._batches.append(self._left)
+        """End a batch, and start copying its modified pages back."""
+        update = self._device.record_event(self._device.stream("update"))
+        targets, sources = self._back
+        if targets:
+            back = self._device.stream("back")
+            update.before(back)
+            self._device.copy_all(targets, sources, back)
+            self._device.keep(sources[0], back)  # all sources share one allocation
+            self._left = update = self.record_event()
+        self._back = [], []
+        self._batches.append(update)
 
     def join(self) -> None:
         """Make the current stream wait for all updates so far, because scalar states may be on the GPU."""

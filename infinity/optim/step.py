@@ -159,55 +159,48 @@ class StepRunner:
         self._grad_enabled = grad_enabled
 
     @_one_at_a_time
-    def gathering(self, shard: int) -> bool:
-        """Note that the pages of a shard are about to be copied into FSDP2's buffer. See `GatherListener`.
+    def gathering(self, fsdp_module: int) -> bool:
+        """Note that the weights of an FSDP module are about to be copied into FSDP2's buffer. See `GatherListener`.
 
         Raises:
             InfinityError: if the FSDP module was updated in backward and `step()` has not been called since.
             UnsupportedError: if a parameter that was frozen in `infinity.offload` now requires a gradient.
         """
         self.check_open()
-        fsdp_module = self._layout.shards[shard].fsdp_module
-        training = self._grad_enabled or torch_private.in_backward()
-        begins = self._layout.begins_fsdp_module(shard)
-        if begins:
-            of = fsdp_module, torch_private.in_backward(), self._grad_enabled
-            first = training and not self._recording.events
-            self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
-            self._check_frozen(fsdp_module)
-        self._ledger.enter(
-            "backward" if torch_private.in_backward() else "forward", self._layout.fsdp_modules[fsdp_module].name
-        )
+        in_backward = torch_private.in_backward()
+        training = self._grad_enabled or in_backward
+        first = training and not self._recording.events
+        of = fsdp_module, in_backward, self._grad_enabled
+        self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
+        self._check_frozen(fsdp_module)
+        self._ledger.enter("backward" if in_backward else "forward", self._layout.fsdp_modules[fsdp_module].name)
         if not training:
-            self.look(shard)
-        elif begins:
-            if self._gradients.changed and not torch_private.in_backward():
-                self.reconcile()
-            self._gradients.close_arrivals()
-            # If an earlier forward was not followed by a backward, FSDP2 prefetches FSDP modules in this backward that
-            # have already finished. These gathers are harmless. If FSDP2 does use such a module again in this backward,
-            # the module receives a second gradient, which raises an error.
-            if not torch_private.in_backward() or torch_private.backward_number() != self._backward:
-                self._check_weights(fsdp_module)
-            if torch_private.in_backward() and (
-                self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)
-            ):
-                self.updates.bound(_MAX_UNFINISHED_UPDATES)
-            self._recording.gather(fsdp_module)
-            self.updates.run_pending(fsdp_module)
-        return training
+            self._look(fsdp_module)
+            return False
+        if self._gradients.changed and not in_backward:
+            self.reconcile()
+        self._gradients.close_arrivals()
+        # If an earlier forward was not followed by a backward, FSDP2 prefetches FSDP modules in this backward that
+        # have already finished. These gathers are harmless. If FSDP2 does use such a module again in this backward,
+        # the module receives a second gradient, which raises an error.
+        if not in_backward or torch_private.backward_number() != self._backward:
+            self._check_weights(fsdp_module)
+        if in_backward and (self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)):
+            self.updates.bound(_MAX_UNFINISHED_UPDATES)
+        self._recording.gather(fsdp_module)
+        self.updates.run_pending(fsdp_module)
+        return True
 
     @_one_at_a_time
-    def gathered(self, shard: int) -> None:
-        """Note that, in a training step, the pages of a shard have been copied into FSDP2's buffer."""
-        if self._layout.ends_fsdp_module(shard):
-            self.updates.run_reduced()
-            self.updates.run_due(self._layout.shards[shard].fsdp_module)
-            following = self.planner.to_prefetch(self._recording.events)
-            wanted = following >= 0 and following not in self.updates.begun
-            if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_free_buffer(following):
-                self.updates.run_pending(following)
-                self._gpu_prefetcher.stage(following)
+    def gathered(self, fsdp_module: int) -> None:
+        """Note that, in a training step, the weights of an FSDP module have been copied into FSDP2's buffer."""
+        self.updates.run_reduced()
+        self.updates.run_due(fsdp_module)
+        following = self.planner.to_prefetch(self._recording.events)
+        wanted = following >= 0 and following not in self.updates.begun
+        if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_free_buffer(following):
+            self.updates.run_pending(following)
+            self._gpu_prefetcher.stage(following)
 
     @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
@@ -249,8 +242,11 @@ class StepRunner:
             InfinityError: if its FSDP module was updated in backward but `step()` has not been called, or if the runner
                 is closed.
         """
+        self._look(self._layout.shards[shard].fsdp_module)
+
+    def _look(self, fsdp_module: int) -> None:
         self.check_open()
-        self._check_weights(self._layout.shards[shard].fsdp_module)
+        self._check_weights(fsdp_module)
         if self.planner.recording and not torch_private.in_backward():
             self._looked_between |= self.has_gradients
         self.flush_updates()

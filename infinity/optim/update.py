@@ -11,7 +11,7 @@ import torch
 
 from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment, overlapping
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import DeviceEvent
@@ -56,22 +56,25 @@ class RangePages:
     example as 8-bit numbers.
 
     Args:
-        position: position of the range in its segment.
-        contents: bytes of the pages, in cache slots or on the GPU, by page.
+        item: the range.
+        held: its pages with their bytes, in cache slots or on the GPU.
         grads: gradients of the range; ``None`` if they are in GRAD pages.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        segment: Segment,
-        position: int,
-        contents: Mapping[int, Content],
-        grads: Slices | None,
+        self, layout: Layout, segment: Segment, item: Range, held: Sequence[tuple[Page, Content]], grads: Slices | None
     ) -> None:
-        self.segment, self.item, self.grads = segment, segment.ranges[position], grads
-        self._layout = layout
-        self._held = [(page, contents[page.index]) for page in segment.range_pages[position] if page.index in contents]
+        self.segment, self.item, self.grads = segment, item, grads
+        self._layout, self._held = layout, held
+
+    @classmethod
+    def of(
+        cls, layout: Layout, segment: Segment, position: int, contents: Mapping[int, Content], grads: Slices | None
+    ) -> RangePages:
+        """Return the range at a position of a segment. `contents` are the bytes of its pages, by page."""
+        pages = segment.range_pages[position]
+        held = [(page, contents[page.index]) for page in pages if page.index in contents]
+        return cls(layout, segment, segment.ranges[position], held, grads)
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""

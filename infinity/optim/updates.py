@@ -305,7 +305,7 @@ class Updates:
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:
-            grads = there.begin(update.grads, update.arrived, [batch.reservation.uses for batch in batches])
+            grads = there.begin(update.grads, update.arrived)
         elif fetcher is not None and update.grads is not None:
             items = [segment.ranges[position] for batch in batches for segment, position in batch.ranges]
             fetcher.begin(update.grads, update.arrived, items)
@@ -315,16 +315,15 @@ class Updates:
             # A failure must be recorded before the reservation is released, so that these pages are not used
             with reservation as contents, telling(self._pager.fail):
                 if there is not None:
-                    contents = there.bring(reservation.uses, contents)
+                    update.run(there.bring(ranges, reservation.uses, contents, grads))
+                    there.leave()
+                    continue
                 held = {use.page: content for use, content in zip(reservation.uses, contents, strict=True)}
-                together = len(ranges) if there is not None else _TOGETHER
-                for first in range(0, len(ranges), together):
+                for first in range(0, len(ranges), _TOGETHER):
                     opened = []
-                    for segment, position in ranges[first : first + together]:
+                    for segment, position in ranges[first : first + _TOGETHER]:
                         grads = fetcher.take() if fetcher is not None else grads
-                        opened.append(RangePages(self._layout, segment, position, held, grads))
+                        opened.append(RangePages.of(self._layout, segment, position, held, grads))
                     update.run(opened)
                     if fetcher is not None:
                         fetcher.release()
-                if there is not None:
-                    there.leave()

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from infinity.content.format import ITEMSIZE, MASTER, Role
 from infinity.content.layout import Layout
-from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
+from infinity.schedule.trace import Access, Event, EventKind, gather_accesses, is_gather
 from infinity.schedule.update_schedule import UpdateSchedule
 
 UPDATE_BYTES: Final = 24
@@ -84,11 +84,7 @@ def link_traffic(
 def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
     """Return how many times each FSDP module is gathered from its pages."""
     pages = layout.pages
-    reads = Counter(
-        pages[access[0].page].fsdp_module
-        for access in trace
-        if len(access) == 1 and access[0].mode is Mode.READ and pages[access[0].page].role is Role.PARAM
-    )
+    reads = Counter(pages[access[0].page].fsdp_module for access in trace if is_gather(access, layout))
     return Counter(
         {
             fsdp_module: count // sum(1 for _ in gather_accesses(layout, fsdp_module))

@@ -39,7 +39,7 @@ import numpy as np
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.cycle import Cycle, Moves
-from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
+from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses, is_gather
 from infinity.schedule.update_schedule import Expansion, UpdateSchedule
 
 BACKWARD = 2.5
@@ -159,7 +159,7 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     fsdp_module, factor, due = -1, 1.0, 0.0
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
-        gathers = _gathers(access, layout)
+        gathers = is_gather(access, layout)
         another = page.fsdp_module != fsdp_module
         # Another FSDP module is gathered, or pages of the current one are updated or receive gradients.
         if (gathers and another) or (not gathers and not another):
@@ -169,7 +169,7 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
                 factor = BACKWARD if page.fsdp_module in gathered else 1.0
                 fsdp_module = page.fsdp_module
                 gathered.add(fsdp_module)
-            due += factor * page.nbytes
+            due += factor * sum(layout.pages[use.page].nbytes for use in access)
     shares[-1] = due
     total = sum(shares) or 1.0
     return [share / total for share in shares]
@@ -245,15 +245,12 @@ def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[floa
     work = [0.0] * len(events)
     for position, event in enumerate(events):
         if event.kind is EventKind.GATHER:
-            weight = sum(layout.pages[access[0].page].nbytes for access in gather_accesses(layout, event.fsdp_module))
+            accesses = gather_accesses(layout, event.fsdp_module)
+            weight = sum(layout.pages[page].nbytes for access in accesses for page, _ in access)
             work[position] = weight * (BACKWARD if event.fsdp_module in gathered else 1.0)
             gathered.add(event.fsdp_module)
     total = sum(work) or 1.0
     return [each / total for each in work]
-
-
-def _gathers(access: Access, layout: Layout) -> bool:
-    return len(access) == 1 and access[0].mode is Mode.READ and layout.pages[access[0].page].role is Role.PARAM
 
 
 def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
@@ -306,20 +303,18 @@ def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float],
         on_device: whether updates run on the device. If so, gradients that are not stored in pages stay on the device.
     """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
-    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module; only the first gradient component
+    gradients = Counter[int]()  # bytes by FSDP module; only the first gradient component
     for page in pages:
-        weights[page.fsdp_module] += page.nbytes if page.role is param else 0
         gradients[page.fsdp_module] += page.nbytes if page.role is grad and not page.component else 0
-    accesses = [len(list(gather_accesses(layout, fsdp_module))) for fsdp_module in range(len(layout.fsdp_modules))]
     link_uses: list[_LinkUse] = []
     before: tuple[int, bool] | None = None  # FSDP module of the previous access, and whether it was a gather
     for access in trace:
         first, mode = access[0]
-        fsdp_module, gathers = pages[first].fsdp_module, _gathers(access, layout)
+        fsdp_module, gathers = pages[first].fsdp_module, is_gather(access, layout)
         begins, before = (fsdp_module, gathers) != before, (fsdp_module, gathers)
         if gathers:
-            copying = weights[fsdp_module] / accesses[fsdp_module]
-            link_uses.append(_LinkUse(_GATHERS, copying=copying, weights=(first,)))
+            read = tuple(page for page, _ in access)
+            link_uses.append(_LinkUse(_GATHERS, copying=float(sum(pages[page].nbytes for page in read)), weights=read))
             continue
         changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if pages[first].role is not grad:
@@ -383,7 +378,7 @@ class Timing:
     @cached_property
     def _hooks(self) -> list[bool]:
         """For each access, whether it gathers weights."""
-        return [_gathers(access, self._cycle.layout) for access in self._cycle.trace]
+        return [is_gather(access, self._cycle.layout) for access in self._cycle.trace]
 
     @cached_property
     def _updating(self) -> list[float]:
@@ -588,8 +583,9 @@ def simulate(
                 if kind == _GATHERS:
                     if to_device > at:
                         at = to_device
-                    if changed[weights[0]] > at:
-                        at = changed[weights[0]]
+                    for page in weights:
+                        if changed[page] > at:
+                            at = changed[page]
                 elif kind == _UPDATES_AT_ONCE and gradients[fsdp_module] > at:
                     at = gradients[fsdp_module]
                 elif kind == _STORES and to_host > at:

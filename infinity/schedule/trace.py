@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from infinity.content.format import Role
 from infinity.content.layout import Batch, Layout, Segment, overlapping
 
 
@@ -80,12 +81,15 @@ def update_order(arrived: Iterable[int]) -> tuple[int, ...]:
 
 
 def gather_accesses(layout: Layout, fsdp_module: int) -> Iterator[Access]:
-    """Yield accesses to the PARAM pages of an FSDP module, in the order in which a gather copies them."""
-    for index in layout.fsdp_module_shards[fsdp_module]:
-        shard = layout.shards[index]
-        pages = layout.segments[shard.segment].param_pages
-        for page, _, _ in overlapping(pages, shard.start, shard.start + shard.spec.padded):
-            yield (Use(page.index, Mode.READ),)
+    """Yield one access for each batch of an FSDP module's weights, in all-gather order."""
+    for batch in layout.fsdp_module_gathers[fsdp_module]:
+        yield tuple(Use(page, Mode.READ) for page in dict.fromkeys(part.page for part in batch))
+
+
+def is_gather(access: Access, layout: Layout) -> bool:
+    """Return whether an access belongs to a gather. All other accesses to weights modify them."""
+    page, mode = access[0]
+    return mode is Mode.READ and layout.pages[page].role is Role.PARAM
 
 
 def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, components: int) -> Iterator[Access]:
