@@ -87,7 +87,7 @@ class _PreAllGather:
     """
 
     def __init__(self, handle: ShardHandle) -> None:
-        self._input = GatherInput(handle, handle.padded)
+        self._input = GatherInput.make(handle, handle.padded)
         self._result = (self._input,), None
 
     def __call__(
@@ -105,17 +105,13 @@ class GatherInput(torch.Tensor):
     raw: bool
 
     @staticmethod
-    def __new__(cls: type[GatherInput], handle: ShardHandle, shape: Sequence[int], raw: bool = False) -> GatherInput:
+    def make(handle: ShardHandle, shape: Sequence[int], raw: bool = False) -> GatherInput:
         """Create the input. If `raw`, its bytes are viewed as uint8, because FSDP2 gathers mixed dtypes as uint8."""
-        dtype = torch.uint8 if raw else handle.gather_dtype
-        tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=handle.device
-        )  # type: ignore[attr-defined]
+        tensor: GatherInput = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            GatherInput, torch.Size(shape), dtype=torch.uint8 if raw else handle.gather_dtype, device=handle.device
+        )
         tensor.handle, tensor.raw = handle, raw
         return tensor
-
-    def __init__(self, *args: Any) -> None:
-        """Do nothing, because `__new__` has set all attributes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description with the parameter's name, without loading the shard."""
@@ -146,19 +142,16 @@ class GatherInput(torch.Tensor):
             return torch_private.copy_in(*args)
         if isinstance(first, GatherInput):
             if func is aten.view.default:
-                return GatherInput(first.handle, _viewed(first.shape, args[1]), first.raw)
+                flat = tuple(args[1]) == (-1,)  # FSDP2 requests this view in every gather
+                shape = (first.numel(),) if flat else torch.empty(first.shape, device="meta").view(args[1]).shape
+                return GatherInput.make(first.handle, shape, first.raw)
             if func is aten.detach.default:
-                return GatherInput(first.handle, first.shape, first.raw)
+                return GatherInput.make(first.handle, first.shape, first.raw)
             if func is aten.view.dtype and args[1] is torch.uint8:
                 if first.raw:
                     return first
-                return GatherInput(first.handle, (first.numel() * first.handle.gather_dtype.itemsize,), True)
+                return GatherInput.make(first.handle, (first.numel() * first.handle.gather_dtype.itemsize,), True)
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
-
-
-def _viewed(shape: torch.Size, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the shape that `Tensor.view(wanted)` returns. The flat view that FSDP2 always requests has a fast path."""
-    return (shape.numel(),) if tuple(wanted) == (-1,) else torch.empty(shape, device="meta").view(wanted).shape
 
 
 def _dense(value: Any) -> Any:

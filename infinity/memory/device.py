@@ -185,7 +185,7 @@ class AcceleratorDevice(Device):
         """Queue copies of several tensors, all in the same direction, on a stream."""
         if targets:
             with self._lock:
-                self._copied[self._is_host(targets[0])] += sum(target.nbytes for target in targets)
+                self._copied[self._is_host(targets[0])] += sum([target.nbytes for target in targets])
             with self.on(stream):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
 

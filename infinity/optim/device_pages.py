@@ -58,6 +58,7 @@ class JoinedBatch:
     Attributes:
         arrays: content of the pages, in the order in which the GPU memory of the batch contains it; ``None`` for a gap.
         sizes: lengths of `arrays`, in bytes.
+        nbytes: total length, in bytes.
         ranges: joined ranges, one per segment.
     """
 
@@ -77,6 +78,7 @@ class JoinedBatch:
             joined = tuple(self._join(segment, used) for kind, used in by_kind.items() if kind[0] == number)
             item = Range(start=items[0].start, stop=items[-1].stop, shards=shards)
             self.ranges.append(_JoinedRange(segment, item, joined))
+        self.nbytes = sum(self.sizes)
 
     def _join(self, segment: Segment, used: Sequence[tuple[Use, Page]]) -> tuple[Page, int, int]:
         """Append consecutive pages of one kind, array by array."""
@@ -114,7 +116,6 @@ class DevicePages:
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        self._joined: dict[Access, JoinedBatch] = {}  # arrangements are the same in every step
         # Cache slots and GPU bytes of the arrays that `leave` copies back
         self._back: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._batches: deque[DeviceEvent] = deque()  # events after batches that may be unfinished
@@ -142,12 +143,12 @@ class DevicePages:
             return None
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
-    def bring(
-        self, batch: Batch, access: Access, contents: Sequence[Content], grads: Slices | None
-    ) -> list[RangePages]:
+    def bring(self, joined: JoinedBatch, held: Mapping[int, Content], grads: Slices | None) -> list[RangePages]:
         """Start copying the pages of a batch to the GPU, and return their ranges for use in `on_stream`.
 
-        GPU-resident pages are used as they are.
+        Args:
+            held: contents of the pages in cache slots, by page.
+            grads: result of `begin`.
 
         Raises:
             StallError: if the GPU does not respond.
@@ -156,15 +157,9 @@ class DevicePages:
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
-        held = {use.page: content for use, content in zip(access, contents, strict=True)}
-        if isinstance(contents[0], torch.Tensor):  # GPU-resident
-            return [RangePages.of(self._layout, segment, position, held, grads) for segment, position in batch]
-        if access not in self._joined:
-            self._joined[access] = JoinedBatch(self._layout, batch, access)
-        joined = self._joined[access]
         coming, update = self._device.stream("in"), self._device.stream("update")
         with self._device.on(coming):
-            memory = torch.empty(sum(joined.sizes), dtype=torch.uint8, device=self._device.name)
+            memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=self._device.name)
         there: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._back = [], []
         for array, part in zip(joined.arrays, memory.split_with_sizes(joined.sizes), strict=True):

@@ -33,7 +33,7 @@ from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.base_optimizer import BaseOptimizer
-from infinity.optim.device_pages import DevicePages
+from infinity.optim.device_pages import DevicePages, JoinedBatch
 from infinity.optim.fetch import GradientFetcher, Slices
 from infinity.optim.full_parameter import FullParameters
 from infinity.optim.kernel import Scalars
@@ -54,11 +54,13 @@ more temporary memory.
 """
 
 
-class _ReservedBatch(NamedTuple):
-    """A batch, and the reservation of its pages."""
+class _Batch(NamedTuple):
+    """A batch of ranges that are updated together."""
 
     ranges: Batch
-    reservation: Reservation
+    access: Access
+    joined: JoinedBatch | None
+    """Arrangement of its pages on the GPU; ``None`` if they are updated in place."""
 
 
 class Updates:
@@ -104,8 +106,8 @@ class Updates:
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
-        self._accesses: dict[tuple[int, int], Sequence[tuple[Batch, Access]]] = {}
-        """Results of `_batches`. They are the same in every step."""
+        self._batches: dict[tuple[int, int, bool], Sequence[_Batch]] = {}
+        """Results of `_batches_of`. They are the same in every step."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
         self._pending: dict[int, Update] = {}  # updates that have not run when the step ends, by FSDP module
@@ -264,25 +266,28 @@ class Updates:
         """Reserve the pages of an FSDP module, and submit its batches to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
         self._gpu_prefetcher.drop(fsdp_module)
-        batches: list[_ReservedBatch] = []
         # If updates run on their own thread, this record in a profile covers only the submission of the update.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
-            for ranges, access in self._batches(fsdp_module, update.components):
-                reservation = self._pager.reservation(
-                    access, planned=planned, threaded=self._worker.threaded, copies=copies
-                )
-                batches.append(_ReservedBatch(ranges, reservation))
-            job = self._worker.submit(partial(self._update, update, batches))
+            batches = self._batches_of(fsdp_module, update.components)
+            reservations = [
+                self._pager.reservation(batch.access, planned=planned, threaded=self._worker.threaded, copies=copies)
+                for batch in batches
+            ]
+            job = self._worker.submit(partial(self._update, update, batches, reservations))
             if job is not None:
                 self._submitted.append(job)
 
-    def _batches(self, fsdp_module: int, components: int) -> Sequence[tuple[Batch, Access]]:
-        """Return the batches of an FSDP module, with the access to the pages of each."""
-        if (key := (fsdp_module, components)) not in self._accesses:
+    def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_Batch]:
+        copied = self._device_pages is not None and not self._pager.gpu_resident(fsdp_module)
+        if (key := (fsdp_module, components, copied)) not in self._batches:
+            ranges = self._layout.fsdp_module_batches[fsdp_module]
             accesses = update_accesses(self._layout, fsdp_module, components=components)
-            self._accesses[key] = tuple(zip(self._layout.fsdp_module_batches[fsdp_module], accesses, strict=True))
-        return self._accesses[key]
+            self._batches[key] = [
+                _Batch(batch, access, JoinedBatch(self._layout, batch, access) if copied else None)
+                for batch, access in zip(ranges, accesses, strict=True)
+            ]
+        return self._batches[key]
 
     def _copies(self, fsdp_module: int) -> Callable[[], DeviceEvent] | None:
         """Return a function that records an event after page copies to and from the GPU; ``None`` without copies."""
@@ -290,9 +295,9 @@ class Updates:
             return None  # any later use of GPU-resident pages waits for the update stream
         return self._device_pages.record_event
 
-    def _update(self, update: Update, batches: Sequence[_ReservedBatch]) -> None:
+    def _update(self, update: Update, batches: Sequence[_Batch], reservations: Sequence[Reservation]) -> None:
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
-            self._update_batches(update, batches)
+            self._update_batches(update, batches, reservations)
         update.grads = None
         if update.method:  # parameters that were never updated keep their initial state
             self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
@@ -301,7 +306,7 @@ class Updates:
         self.scalars.update(update.after)
         self.elements += update.elements
 
-    def _update_batches(self, update: Update, batches: Sequence[_ReservedBatch]) -> None:
+    def _update_batches(self, update: Update, batches: Sequence[_Batch], reservations: Sequence[Reservation]) -> None:
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:
@@ -309,19 +314,20 @@ class Updates:
         elif fetcher is not None and update.grads is not None:
             items = [segment.ranges[position] for batch in batches for segment, position in batch.ranges]
             fetcher.begin(update.grads, update.arrived, items)
-        for ranges, reservation in batches:
+        for (ranges, access, joined), reservation in zip(batches, reservations, strict=True):
             if fetcher is not None:
                 fetcher.wait()  # before holding pages, because other accesses may need them
             # A failure must be recorded before the reservation is released, so that these pages are not used
             with reservation as contents, telling(self._pager.fail):
-                if there is not None:
-                    update.run(there.bring(ranges, reservation.uses, contents, grads))
+                held = {use.page: content for use, content in zip(access, contents, strict=True)}
+                if there is not None and joined is not None:
+                    update.run(there.bring(joined, held, grads))
                     there.leave()
                     continue
-                held = {use.page: content for use, content in zip(reservation.uses, contents, strict=True)}
-                for first in range(0, len(ranges), _TOGETHER):
+                together = len(ranges) if there is not None else _TOGETHER
+                for first in range(0, len(ranges), together):
                     opened = []
-                    for segment, position in ranges[first : first + _TOGETHER]:
+                    for segment, position in ranges[first : first + together]:
                         grads = fetcher.take() if fetcher is not None else grads
                         opened.append(RangePages.of(self._layout, segment, position, held, grads))
                     update.run(opened)

@@ -279,7 +279,7 @@ class ActivationPages:
                 self._unwritten.pop(page, None)
                 if page in self._claimed:
                     self._claimed.remove(page)
-                    self._cache.release_claim(page)
+                    self._cache.release_claims([Use(page, Mode.READ)])
             if any(pages[page].reading or pages[page].writing or pages[page].pins for page in numbers):
                 # A drive or a device still uses these cache slots, so try again later. `Cache.discard` would free the
                 # slots immediately, and the transfers in flight would corrupt the next pages in the slots.
@@ -344,10 +344,7 @@ class ActivationPages:
     def _want(self, pages: Sequence[int]) -> None:
         """Replace the set of requested pages, and start reading the new ones. The caller must hold the lock."""
         wanted = set(pages)
-        for page in self._claimed - wanted:
-            self._cache.release_claim(page)
-        for page in pages:
-            if page not in self._claimed:
-                self._cache.claim(Use(page, Mode.READ), kept=False)
+        self._cache.release_claims(Use(page, Mode.READ) for page in self._claimed - wanted)
+        self._cache.claim(Use(page, Mode.READ) for page in pages if page not in self._claimed)
         self._claimed = wanted
         self._cache.prefetch()

@@ -16,7 +16,7 @@ again: streaming pages first, resident pages last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from infinity.errors import InfinityError
@@ -120,18 +120,25 @@ class Cache:
         for use in uses:
             pages[use.page].pins += 1
         try:
+            hits = 0
             for use in uses:  # start all reads before waiting for the first one
-                self._fetch(use, threaded=threaded)
+                state = pages[use.page]
+                if state.cache_slot < 0 or state.reading:
+                    self._fetch(use, threaded=threaded)
+                else:
+                    hits += use.mode.fetches
+            self._observer.fetched("hit", hits)
             for use in uses:
-                page, state = use.page, pages[use.page]
+                (page, mode), state = use, pages[use.page]
                 if state.reading:
                     self._wait(lambda state=state: not state.reading, "read", page, threaded=threaded)  # type: ignore[misc]
                 # While a page is being written, other threads read and hash it, so a modification now would store a
                 # torn page. No new write of the page starts after this wait, because the page is pinned. `flush`
                 # ignores pins, but it runs on the training thread and first waits for all reservations.
-                if state.writing and use.mode.modifies:
+                if state.writing and mode.modifies:
                     self._wait(lambda state=state: not state.writing, "write", page, threaded=threaded)  # type: ignore[misc]
-                self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
+                if state.landing or (state.leaving and mode.modifies):
+                    self._wait(partial(_is_left_by_device, state, mode), "copy", page, threaded=threaded)
             # If a read fails to start, no wait above raises its error. The error must be raised here rather than by the
             # next access, because the cache slot does not contain the page.
             self._transfers.check()
@@ -206,7 +213,8 @@ class Cache:
 
     def contents(self, uses: Access) -> list[memoryview]:
         """Return the bytes of pinned pages. No lock is required, because a pinned page keeps its cache slot."""
-        return [self._cache_slots.content(use.page) for use in uses]
+        pages = self._cache_slots.pages
+        return [pages[use.page].content for use in uses]
 
     def has_content(self, page: int) -> bool:
         """Return ``True`` if a page has content in memory or in the store."""
@@ -226,28 +234,38 @@ class Cache:
 
     # Window of the plan #
 
-    def claim(self, use: Use, *, kept: bool) -> None:
-        """Claim the page of a use that enters the window. If the page is not in memory, queue the use for `prefetch`.
+    def claim(self, uses: Iterable[Use], kept: Container[int] = ()) -> None:
+        """Claim the pages of uses that enter the window. Uses whose pages are not in memory are queued for `prefetch`.
 
         Args:
-            kept: whether the plan has kept the page since its previous use. If so, this use inherits the claim of the
-                previous one.
+            kept: pages that the plan has kept since their previous use. Their uses inherit the claim of the previous
+                one.
         """
-        state = self._cache_slots.pages[use.page]
-        state.claims += not kept
-        if state.claims == 1:
-            if state.cache_slot < 0:
-                self._wanted.append(use)
-            elif state.writing and use.mode.fetches:
-                self.fetched_bytes += self._cache_slots.nbytes(use.page)
-                self._observer.spared(self._cache_slots.nbytes(use.page))
+        for use in uses:
+            state = self._cache_slots.pages[use.page]
+            state.claims += use.page not in kept
+            if state.claims == 1:
+                if state.cache_slot < 0:
+                    self._wanted.append(use)
+                elif state.writing and use.mode.fetches:
+                    self.fetched_bytes += self._cache_slots.nbytes(use.page)
+                    self._observer.spared(self._cache_slots.nbytes(use.page))
 
-    def release_claim(self, page: int) -> None:
-        """Release the claim of a use that leaves the window."""
-        state = self._cache_slots.pages[page]
-        state.claims = max(0, state.claims - 1)
-        if not state.claims:
-            self._reserved.discard(page)
+    def release_claims(self, uses: Iterable[Use], kept: Container[int] = ()) -> None:
+        """Release the claims of uses that leave the window, except those of pages that the plan keeps."""
+        for use in uses:
+            if use.page not in kept:
+                state = self._cache_slots.pages[use.page]
+                state.claims = max(0, state.claims - 1)
+                if not state.claims:
+                    self._reserved.discard(use.page)
+
+    def evict_used(self, uses: Iterable[Use]) -> None:
+        """Evict the pages of uses that have left the window, if they are evictable."""
+        for use in uses:
+            state = self._cache_slots.pages[use.page]
+            if use.mode is Mode.CONSUME or not (state.claims or state.resident or state.pins):
+                self.evict(use.page, consumed=use.mode is Mode.CONSUME)
 
     def drop_claims(self) -> None:
         """Release all claims of the window."""
@@ -447,7 +465,7 @@ class Cache:
                 self.evict(page)  # the page may have lost its claim during the read
 
         assert self._store is not None
-        self._transfers.read(self._store, page, self._cache_slots.content(page), ended)
+        self._transfers.read(self._store, page, self._cache_slots.pages[page].content, ended)
 
     def _write(self, page: int) -> None:
         state = self._cache_slots.pages[page]
@@ -466,7 +484,7 @@ class Cache:
             self.prefetch()
 
         assert self._store is not None
-        self._transfers.write(self._store, page, self._cache_slots.content(page), ended)
+        self._transfers.write(self._store, page, self._cache_slots.pages[page].content, ended)
 
 
 def _is_left_by_device(state: PageState, mode: Mode) -> bool:

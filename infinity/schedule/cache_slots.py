@@ -12,6 +12,8 @@ from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.memory.host_cache import HostCachePart
 
+_NOTHING = memoryview(b"")
+
 
 @dataclass(slots=True)
 class PageState:
@@ -33,6 +35,8 @@ class PageState:
 
     cache_slot: int = -1
     """Index of the page's cache slot, or -1. Changed by `CacheSlots`."""
+    content: memoryview = _NOTHING
+    """Bytes of the page in its cache slot. Changed by `CacheSlots`."""
     reading: bool = False
     """``True`` while the cache slot is being filled from the store, so that its bytes are not valid yet."""
     writing: bool = False
@@ -89,14 +93,11 @@ class CacheSlots:
         """Return the size of a page in bytes."""
         return self._known[page].nbytes
 
-    def content(self, page: int) -> memoryview:
-        """Return the content of a page that has a cache slot, without copying it."""
-        return self._host_cache.view(self.pages[page].cache_slot, self._known[page].nbytes)
-
     def assign(self, page: int) -> None:
         """Assign a free cache slot to a page that has no cache slot."""
         cache_slot = self.free.pop()
-        self.pages[page].cache_slot = cache_slot
+        state = self.pages[page]
+        state.cache_slot, state.content = cache_slot, self._host_cache.view(cache_slot, self._known[page].nbytes)
         self._page_of[cache_slot] = page
 
     def release(self, page: int) -> None:
@@ -104,7 +105,7 @@ class CacheSlots:
         state = self.pages[page]
         self._page_of[state.cache_slot] = -1
         self.free.append(state.cache_slot)
-        state.cache_slot = -1
+        state.cache_slot, state.content = -1, _NOTHING
 
     def census(self) -> dict[str, int]:
         """Return the number of cache slots by status: ``free``, ``resident``, ``streaming`` or ``writing``."""

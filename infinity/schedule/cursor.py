@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from infinity.schedule.cache import Cache
 from infinity.schedule.planner import Plan
-from infinity.schedule.trace import Access, Mode
+from infinity.schedule.trace import Access
 
 
 @dataclass(eq=False, slots=True)
@@ -84,14 +84,11 @@ class Cursor:
             self._leave(self._taken.popleft())
 
     def _leave(self, access: PlannedAccess) -> None:
-        for use in access.uses:
-            if not self.plan.keeps(access.position, use.page):
-                self._cache.release_claim(use.page)
+        self._cache.release_claims(access.uses, self.plan.keeps(access.position))
         # Claim before evicting. Otherwise a page that the window needs again would be evicted and read a second time.
         # Prefetches are requested only here, when the end of an earlier access advances the window.
         self.claim_window()
-        for use in access.uses:
-            self._cache.evict(use.page, consumed=use.mode is Mode.CONSUME)
+        self._cache.evict_used(access.uses)
 
     def claim_window(self) -> None:
         """Claim the pages that have entered the window, and start reading them."""
@@ -99,6 +96,5 @@ class Cursor:
         reach = plan.reach_at(self._taken[0].position if self._taken else self.position)
         while self._claimed < reach:
             self._claimed += 1
-            for use in plan.access(self._claimed):
-                self._cache.claim(use, kept=plan.has_kept(self._claimed, use.page))
+            self._cache.claim(plan.access(self._claimed), plan.has_kept(self._claimed))
         self._cache.prefetch()

@@ -61,9 +61,7 @@ class GpuResidentPages:
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
         """Report the uses to the observer. The pages are on the device and stay there, so there is no wait."""
-        for use in uses:
-            if use.mode.fetches:
-                self._observer.fetched("hit")
+        self._observer.fetched("hit", sum([use.mode.fetches for use in uses]))
 
     acquire_reservation = acquire
 

@@ -402,7 +402,7 @@ class Pager:
                 self._cache.acquire(uses, threaded=False)
             try:
                 gpu_page.used.before(back)
-                self._device.copy(bytes_of(self._cache_slots.content(page)), gpu_page.content, back)
+                self._device.copy(bytes_of(self._cache_slots.pages[page].content), gpu_page.content, back)
                 self._device.keep(gpu_page.content, back)
                 gpu_page.used, gpu_page.newer = self._device.record_event(back), False
             except Exception as error:

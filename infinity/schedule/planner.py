@@ -40,7 +40,7 @@ chooses the alternative that transfers fewer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import mean
@@ -167,20 +167,36 @@ class Plan:
         cycles = max(0, position - len(self.prefix)) // len(self.trace)
         return self.reach[position - cycles * len(self.trace)] + cycles * len(self.trace)
 
-    def keeps(self, position: int, page: int) -> bool:
-        """Return ``True`` if the plan keeps a page in memory from its use at a position until its next use."""
+    def keeps(self, position: int) -> Container[int]:
+        """Return the pages that the plan keeps in memory from their use at a position until their next use."""
         lead = len(self.prefix)
-        return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.since
+        return self._kept_since.get((position - lead) % len(self.trace), ()) if position >= lead else ()
 
-    def has_kept(self, position: int, page: int) -> bool:
-        """Return ``True`` if the plan has kept a page in memory from its previous use until its use at a position."""
+    def has_kept(self, position: int) -> Container[int]:
+        """Return the pages that the plan has kept in memory from their previous use until their use at a position."""
         lead = len(self.prefix)
-        return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.until
+        return self._kept_until.get((position - lead) % len(self.trace), ()) if position >= lead else ()
+
+    @cached_property
+    def _kept_since(self) -> dict[int, set[int]]:
+        return _by_position(self.kept.since)
+
+    @cached_property
+    def _kept_until(self) -> dict[int, set[int]]:
+        return _by_position(self.kept.until)
 
     def ends_step(self, position: int) -> bool:
         """Return ``True`` if a position is the first one of a step, or of the prefix."""
         lead = len(self.prefix)
         return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
+
+
+def _by_position(uses: Iterable[tuple[int, int]]) -> dict[int, set[int]]:
+    """Return the pages of uses by position."""
+    found: dict[int, set[int]] = {}
+    for position, page in uses:
+        found.setdefault(position, set()).add(page)
+    return found
 
 
 def least_cache_slots(widest: int) -> int:

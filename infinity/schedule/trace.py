@@ -44,15 +44,13 @@ class Mode(Enum):
     UPDATE = "update"  # read and modified
     CONSUME = "consume"  # read for the last time, because the content is not needed afterwards
 
-    @property
-    def fetches(self) -> bool:
-        """``True`` if the access needs the previous content of the page."""
-        return self is not Mode.WRITE
+    fetches: bool
+    """``True`` if the access needs the previous content of the page."""
+    modifies: bool
+    """``True`` if the access produces new content that must be stored."""
 
-    @property
-    def modifies(self) -> bool:
-        """``True`` if the access produces new content that must be stored."""
-        return self in (Mode.WRITE, Mode.UPDATE)
+    def __init__(self, value: str) -> None:
+        self.fetches, self.modifies = value != "write", value in ("write", "update")  # quicker to read than properties
 
 
 class Use(NamedTuple):

@@ -218,9 +218,9 @@ class Ledger:
         if cause == "host_cache":
             self._pool_wait.add(seconds)
 
-    def fetched(self, result: str) -> None:
-        """Record the result of a page request: ``hit``, ``late`` or ``miss``."""
-        self._fetches[result].add()
+    def fetched(self, result: str, pages: int = 1) -> None:
+        """Record the result of requests for pages: ``hit``, ``late`` or ``miss``."""
+        self._fetches[result].add(pages)
 
     def moving(self, seconds: float) -> None:
         """Record time during which page transfers were in flight. Callers from different threads must not overlap."""
