@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,22 +54,30 @@ class _OpenRun(NamedTuple):
 
 
 class _Gather:
-    """Copies of the weights of one FSDP module, from its first shard to its last.
+    """Gather of one FSDP module, from its first shard to its last.
 
     FSDP2 provides the destination of one shard at a time. The pages of a batch are held until another batch is needed.
-
-    Args:
-        planned: whether the gather belongs to a training step.
     """
 
-    def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int, *, planned: bool) -> None:
+    def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int) -> None:
         self._layout, self._device, self._opened = layout, device, opened
-        self.fsdp_module, self.planned = fsdp_module, planned
-        self._prefetched = planned and opened.gpu_prefetcher.has(fsdp_module)
+        self.fsdp_module = fsdp_module
+        self.nbytes = fsdp_module_bytes(layout, fsdp_module)
+        """Bytes of the weights."""
         self._accesses = [*gather_accesses(layout, fsdp_module)]
+        self.planned = False
+        """Whether the gather in progress belongs to a training step."""
+        self.seconds = 0.0
+        """Time spent on copies so far."""
+        self._prefetched = False
         self._held: AbstractContextManager[list[Content]] | None = None
         self._batch = -1  # number of the batch that is held
         self._contents: dict[int, Content] = {}  # contents of its pages, by page
+
+    def begin(self, *, planned: bool) -> None:
+        """Begin to gather. `planned` is whether the gather belongs to a training step."""
+        self.planned, self.seconds = planned, 0.0
+        self._prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the weights of a shard, padding included, into a flat tensor on the current stream."""
@@ -77,14 +86,16 @@ class _Gather:
             return
         into = destination.view(torch.uint8)
         for batch, parts in self._layout.shard_parts[shard]:
-            self._hold(batch)
+            if batch != self._batch:
+                self._hold(batch)
+            contents = self._contents
+            began = perf_counter()
             targets = [into[part.begin : part.begin + part.nbytes] for part in parts]
-            sources = [bytes_of(self._contents[part.page], part.offset, part.nbytes) for part in parts]
-            self._device.copy_all(targets, sources, self._device.current())
+            sources = [bytes_of(contents[part.page], part.offset, part.nbytes) for part in parts]
+            self._device.copy_all(targets, sources)
+            self.seconds += perf_counter() - began
 
     def _hold(self, batch: int) -> None:
-        if self._held is not None and batch == self._batch:
-            return
         self.release()
         uses = self._accesses[batch]
         copied = partial(self._device.record_event, self._device.current())
@@ -94,7 +105,7 @@ class _Gather:
 
     def release(self) -> None:
         """Release the pages that are held."""
-        held, self._held = self._held, None
+        held, self._held, self._batch, self._contents = self._held, None, -1, {}
         if held is not None:
             held.__exit__(None, None, None)
 
@@ -131,6 +142,7 @@ class ShardIO:
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
         self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
+        self._gathers: dict[int, _Gather] = {}  # by FSDP module
         self._gather: _Gather | None = None  # gather in progress
         # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
         self._loaded = 0
@@ -144,7 +156,8 @@ class ShardIO:
         Args:
             why: Message of later errors. By default, it states that the optimizer was closed.
         """
-        self._open = None
+        self._drop_gather()
+        self._open, self._gathers = None, {}
         self._why_closed = why or self._why_closed
 
     @property
@@ -172,8 +185,7 @@ class ShardIO:
         try:
             if gather is None or gather.fsdp_module != fsdp_module or shard == shards[0]:
                 gather = self._begin_gather(fsdp_module)
-            with self._opened.ledger.part("copy"):
-                gather.copy(shard, destination)
+            gather.copy(shard, destination)
             if shard == shards[-1]:
                 self._end_gather(gather)
         except BaseException:
@@ -188,14 +200,17 @@ class ShardIO:
         shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
         with opened.ledger.part("python", name, name="gather"), shown:
             planned = opened.listener.gathering(fsdp_module)
-        self._gather = _Gather(self._layout, self._device, opened, fsdp_module, planned=planned)
+        if fsdp_module not in self._gathers:
+            self._gathers[fsdp_module] = _Gather(self._layout, self._device, opened, fsdp_module)
+        self._gather = self._gathers[fsdp_module]
+        self._gather.begin(planned=planned)
         return self._gather
 
     def _end_gather(self, gather: _Gather) -> None:
         gather.release()
         self._gather = None
         opened = self._opened
-        opened.ledger.copied(fsdp_module_bytes(self._layout, gather.fsdp_module))
+        opened.ledger.copied(gather.nbytes, gather.seconds)
         if gather.planned:
             with opened.ledger.part("python"):
                 opened.listener.gathered(gather.fsdp_module)

@@ -92,8 +92,8 @@ class Device:
         """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
         target.copy_(source)
 
-    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream) -> None:
-        """Copy several tensors in one call, as `copy` does. Dtypes must be equal."""
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream = None) -> None:
+        """Copy several tensors, as `copy` does. Dtypes must be equal. By default, use the current stream."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
@@ -181,12 +181,13 @@ class AcceleratorDevice(Device):
             # into this buffer.
             target.copy_(source.to(target.dtype), non_blocking=True)
 
-    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream = None) -> None:
         """Queue copies of several tensors, all in the same direction, on a stream."""
         if targets:
+            nbytes = sum([target.nbytes for target in targets])
             with self._lock:
-                self._copied[self._is_host(targets[0])] += sum([target.nbytes for target in targets])
-            with self.on(stream):
+                self._copied[self._is_host(targets[0])] += nbytes
+            with self.on(stream) if stream is not None else nullcontext():
                 torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:

@@ -341,7 +341,8 @@ class Gradients:
             raise InfinityError(SECOND.format(fsdp_module=name))
         # If values were written into gradients before backward, they are stored. Then the sums must be stored too.
         in_backward = fsdp_module in self._planner.update_schedule.in_backward and fsdp_module not in self._stored
-        with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
+        part = self._ledger.part("python", name, name="gradients")
+        with part, torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
             copied = not all(values.is_contiguous() for values in held.values())
             if copied or not in_backward:

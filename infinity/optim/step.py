@@ -65,13 +65,16 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
     @wraps(method)
     def run(*args: P.args, **keywords: P.kwargs) -> R:
         lock = args[0]._lock  # type: ignore[attr-defined]
-        with interrupts.held(waits=waits):
+        interrupts.begin(waits)  # not `held`, because a generator would be slower
+        try:
             while not lock.acquire(timeout=_CHECK_SECONDS):
                 interrupts.check()
             try:
                 return method(*args, **keywords)
             finally:
                 lock.release()
+        finally:
+            interrupts.end(waits)
 
     return run
 
@@ -206,13 +209,11 @@ class StepRunner:
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over the gradient in `p.grad` after it was reduced. See `Gradients.take`."""
         self.check_open()
-        self._ledger.enter("backward")
-        with self._ledger.part("python", name="gradient"):
-            if self.planner.recording or self.planner.update_schedule.in_backward:
-                self._base_optimizer.note_settings()
-            if torch_private.in_backward():
-                self._backward = torch_private.backward_number()
-            return self._gradients.take(shard, local)
+        if self.planner.recording or self.planner.update_schedule.in_backward:
+            self._base_optimizer.note_settings()
+        if torch_private.in_backward():
+            self._backward = torch_private.backward_number()
+        return self._gradients.take(shard, local)
 
     def _check_frozen(self, fsdp_module: int) -> None:
         for name, param in self._frozen[fsdp_module]:

@@ -78,6 +78,8 @@ class CacheSlots:
         """State of each page, by page number. `grow` adds states."""
         self.free = list(range(host_cache.cache_slots))[::-1]
         """Free cache slots. The last one in the list is assigned next."""
+        self._held_bytes = dict.fromkeys(Role, 0)
+        """Bytes of the pages that have a cache slot, by role. Changed by `assign` and `release`."""
         self._page_of = [-1] * host_cache.cache_slots
         """Page in each cache slot, or -1 if the slot is free. Changed by `assign` and `release`."""
 
@@ -98,6 +100,7 @@ class CacheSlots:
         cache_slot = self.free.pop()
         state = self.pages[page]
         state.cache_slot, state.content = cache_slot, self._host_cache.view(cache_slot, self._known[page].nbytes)
+        self._held_bytes[self._known[page].role] += self._known[page].nbytes
         self._page_of[cache_slot] = page
 
     def release(self, page: int) -> None:
@@ -106,6 +109,7 @@ class CacheSlots:
         self._page_of[state.cache_slot] = -1
         self.free.append(state.cache_slot)
         state.cache_slot, state.content = -1, _NOTHING
+        self._held_bytes[self._known[page].role] -= self._known[page].nbytes
 
     def census(self) -> dict[str, int]:
         """Return the number of cache slots by status: ``free``, ``resident``, ``streaming`` or ``writing``."""
@@ -117,7 +121,4 @@ class CacheSlots:
 
     def held_bytes(self) -> dict[str, int]:
         """Return the number of bytes that pages occupy in the host cache, by role."""
-        held = {role.value: 0 for role in Role}
-        for page in self.holders():
-            held[self._known[page].role.value] += self._known[page].nbytes
-        return held
+        return {role.value: nbytes for role, nbytes in self._held_bytes.items()}
