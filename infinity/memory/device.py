@@ -184,9 +184,11 @@ class AcceleratorDevice(Device):
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream = None) -> None:
         """Queue copies of several tensors, all in the same direction, on a stream."""
         if targets:
-            nbytes = sum([target.nbytes for target in targets])
-            with self._lock:
-                self._copied[self._is_host(targets[0])] += nbytes
+            back = self._is_host(targets[0])
+            if back or self._is_host(sources[0]):
+                nbytes = sum([target.nbytes for target in targets])
+                with self._lock:
+                    self._copied[back] += nbytes
             with self.on(stream) if stream is not None else nullcontext():
                 torch._foreach_copy_(targets, sources, non_blocking=True)
 

@@ -531,8 +531,9 @@ class Gradients:
         If gradients were `added`, all components are assumed to be needed.
         """
         pages = [
-            self._layout.pages[access[0].page]
+            self._layout.pages[use.page]
             for access in store_gradient_accesses(self._layout, fsdp_module, stored=0, components=1)
+            for use in access
         ]
         divided = [
             part
@@ -577,29 +578,35 @@ class Gradients:
         current = self._device.current()
         back = current if gpu_resident else self._device.stream("back")
         for access in accesses:
-            pages = [self._layout.pages[use.page] for use in access]
-            old = sum(use.mode.fetches for use in access)
+            components = len({self._layout.pages[use.page].component for use in access})
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
             with self._pager.access(access, copies=partial(self._device.record_event, back)) as contents:
-                components = [
-                    section(content, page, self._layout, page.start, page.stop)
-                    for content, page in zip(contents, pages, strict=True)
-                ]
-                for component in components[old:] if old else ():
-                    component.zero_()  # shards whose gradient has not arrived
-                for shard, at, part in self._slices(pages[0], totals):
-                    fmt = self._layout.format_of(shard)
-                    if shard in stored:
-                        before = gradient_of(fmt, [component[at] for component in components[:old]])
-                        if stored[shard].edits:
-                            before = before.clone()
-                            for edit in stored[shard].edits:
-                                edit(before)
-                        part.add_(self._to_device(before, part))
-                    values = gradient_components(fmt, part)
-                    self._device.record_event(current).before(back)
-                    for component, of_component in zip(components, values, strict=False):  # stored components only
-                        self._device.copy(component[at], of_component, back)
-                        self._device.keep(of_component, back)
+                for first in range(0, len(access), components):
+                    uses = access[first : first + components]
+                    pages = [self._layout.pages[use.page] for use in uses]
+                    old = sum(use.mode.fetches for use in uses)
+                    parts = [
+                        section(content, page, self._layout, page.start, page.stop)
+                        for content, page in zip(contents[first : first + components], pages, strict=True)
+                    ]
+                    for part in parts[old:] if old else ():
+                        part.zero_()  # shards whose gradient has not arrived
+                    for shard, at, values in self._slices(pages[0], totals):
+                        fmt = self._layout.format_of(shard)
+                        if shard in stored:
+                            before = gradient_of(fmt, [part[at] for part in parts[:old]])
+                            if stored[shard].edits:
+                                before = before.clone()
+                                for edit in stored[shard].edits:
+                                    edit(before)
+                            values.add_(self._to_device(before, values))
+                        targets += [part[at] for part in parts]
+                        sources += gradient_components(fmt, values)[: len(parts)]  # only the stored components
+                self._device.record_event(current).before(back)
+                self._device.copy_all(targets, sources, back)
+                for total in totals.values():
+                    self._device.keep(total, back)
 
     def _to_device(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return `values` on the device of `like`.

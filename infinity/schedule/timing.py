@@ -321,7 +321,7 @@ def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float],
             copying = float(begins and not on_device and gradients[fsdp_module])
             link_uses.append(_LinkUse(_UPDATES_AT_ONCE, leaves=begins, copying=copying, weights=changed))
         elif mode.modifies:
-            link_uses.append(_LinkUse(_STORES, copying=float(pages[first].nbytes)))
+            link_uses.append(_LinkUse(_STORES, copying=float(sum(pages[page].nbytes for page, _ in access))))
         else:
             link_uses.append(_LinkUse(_UPDATES_STORED, weights=changed))
     there = sum(link_use.copying for link_use in link_uses if link_use.kind == _GATHERS) or 1.0

@@ -93,13 +93,21 @@ def is_gather(access: Access, layout: Layout) -> bool:
 def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, components: int) -> Iterator[Access]:
     """Yield the accesses that store a gradient of an FSDP module, or add it to the gradient that is already stored.
 
+    An access contains consecutive pages of a segment, with all components of each.
+
     Args:
         stored: number of gradient components that are already stored.
         components: number of gradient components that are stored afterwards.
     """
+    most = max(1, layout.batch_pages // max(1, components))
     for index in layout.fsdp_module_segments[fsdp_module]:
-        for pages in zip(*layout.segments[index].grad_pages[:components], strict=True):
-            yield tuple(Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE) for page in pages)
+        pages = [*zip(*layout.segments[index].grad_pages[:components], strict=True)]
+        for first in range(0, len(pages), most):
+            yield tuple(
+                Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE)
+                for together in pages[first : first + most]
+                for page in together
+            )
 
 
 def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) -> Iterator[Access]:

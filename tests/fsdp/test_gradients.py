@@ -103,7 +103,7 @@ def test_update_does_not_modify_stored_gradients(key: str, scale: float | None) 
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
         edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
         update = Update(layout, kernel, settings, {}, 0, edits=edits)
-        update.run([RangePages(layout, segment, item, access, contents, None)])
+        update.run([RangePages(layout, segment, item, [*zip(pages, contents, strict=True)], None)])
         assert update.elements
         assert stored
         assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from threading import Event, Lock
@@ -110,7 +110,7 @@ class CountingObserver:
     def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Ignored."""
 
-    def fetched(self, result: str) -> None:
+    def fetched(self, result: str, pages: int = 1) -> None:
         """Ignored."""
 
     def spared(self, nbytes: int) -> None:
@@ -161,18 +161,10 @@ class Bench:
         self._jobs.append(self._worker.submit(self._use_reserved))
 
     def _use_reserved(self) -> None:
-        """Use the next reservation, together with later ones whose pages are available without waiting."""
-        if not self._reservations:
-            return
-        with ExitStack() as held:
-            reservation, uses = self._reservations.popleft()
-            ready: list[tuple[list[memoryview], Access]] = [(held.enter_context(reservation), uses)]
-            while self._reservations and (contents := self._reservations[0][0].hold_at_once()) is not None:
-                reservation, uses = self._reservations.popleft()
-                held.push(reservation)
-                ready.append((contents, uses))
-            for contents, uses in ready:
-                self._check_and_modify(contents, uses, 0.001)
+        """Use the next reservation."""
+        reservation, uses = self._reservations.popleft()
+        with reservation as contents:
+            self._check_and_modify(contents, uses, 0.001)
 
     def _use(self, held: AbstractContextManager[list[memoryview]], uses: Access) -> None:
         with held as contents:
@@ -481,21 +473,21 @@ def test_page_to_be_overwritten_has_a_reserved_cache_slot(end: str) -> None:
         assert len(cache._cache_slots.free) == cache_slots
         it.store.read_pages.clear()
         for page in before:
-            cache.claim(Use(page, Mode.READ), kept=False)
-        cache.claim(Use(filled, Mode.WRITE), kept=False)
-        cache.claim(Use(later, Mode.READ), kept=False)
+            cache.claim([Use(page, Mode.READ)])
+        cache.claim([Use(filled, Mode.WRITE)])
+        cache.claim([Use(later, Mode.READ)])
         cache.prefetch()
         assert it.store.read_pages == before
         assert len(cache._cache_slots.free) == 1
         if end == "filled":
             cache.acquire((Use(filled, Mode.WRITE),), threaded=False)
             cache.release((Use(filled, Mode.WRITE),))
-            cache.release_claim(before[0])
+            cache.release_claims([Use(before[0], Mode.READ)])
         elif end == "released":
-            cache.release_claim(filled)
+            cache.release_claims([Use(filled, Mode.WRITE)])
         else:
             cache.drop_claims()
-            cache.claim(Use(later, Mode.READ), kept=False)
+            cache.claim([Use(later, Mode.READ)])
         assert not cache._reserved
     with it.pager.access((Use(before[0], Mode.READ),), planned=False):  # when its read has ended
         pass
@@ -516,12 +508,12 @@ def test_page_waiting_for_a_cache_slot_reserves_no_other() -> None:
     it.check()
     with it.pager.transfers.lock:
         cache.evict(page)
-        cache.claim(Use(page, Mode.WRITE), kept=False)
+        cache.claim([Use(page, Mode.WRITE)])
         cache._cache_slots.pages[page].pins += 1  # as `acquire` does first
         cache.prefetch()
         cache._cache_slots.pages[page].pins -= 1
         assert not cache._reserved
-        cache.release_claim(page)
+        cache.release_claims([Use(page, Mode.WRITE)])
     it.store.close()
 
 

@@ -81,7 +81,7 @@ def walk(plan: Plan, layout: Layout) -> Walk:
             elif mode is Mode.CONSUME:
                 cache_slots[page] = False
             kept_pages.discard(page)
-            if plan.keeps(position, page):
+            if page in plan.keeps(position):
                 kept_pages.add(page)
     return seen
 

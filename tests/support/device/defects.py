@@ -17,7 +17,6 @@ from infinity.content.format import Role
 from infinity.content.views import section
 from infinity.fsdp import gradient
 from infinity.fsdp.saved_activations import SavedActivations
-from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import AcceleratorDevice
 from infinity.optim.device_pages import DevicePages
@@ -221,14 +220,12 @@ class _Unordered:
 
 def _gathered_on_another_stream() -> AbstractContextManager[Any]:
     """Copy weights on a stream for which no other stream waits."""
-    original = ShardIO._copy_param
+    copy_all = AcceleratorDevice.copy_all
 
-    def copy_param(self: Any, *args: Any, **settings: Any) -> None:
-        device = self._device
-        with patch.object(device, "current", lambda: device.stream("aside")):
-            original(self, *args, **settings)
+    def copy(self: Any, targets: Any, sources: Any, stream: Any = None) -> None:
+        copy_all(self, targets, sources, stream or self.stream("aside"))
 
-    return patch.object(ShardIO, "_copy_param", copy_param)
+    return patch.object(AcceleratorDevice, "copy_all", copy)
 
 
 def _closed_without_drain() -> AbstractContextManager[Any]:
