@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
 from infinity.fsdp.paged_tensor import PagedTensor, TensorHandle, computed
 from infinity.memory.device import open_device
@@ -210,13 +209,14 @@ class _Number:
 
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
     """Bind an in-place operation to a snapshot of its numeric arguments."""
-    args, kwargs = tree_map(lambda value: _Number(value) if isinstance(value, torch.Tensor) else value, (args, kwargs))
+    numbers = {key: _Number(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    given = [_Number(value) if isinstance(value, torch.Tensor) else value for value in args]
 
     def edit(gradient: torch.Tensor) -> None:
-        given, settings = tree_map(
-            lambda value: value.on(gradient.device) if isinstance(value, _Number) else value, (args, kwargs)
-        )
-        func([gradient] if listed else gradient, *given, **settings)
+        device = gradient.device
+        now = [value.on(device) if isinstance(value, _Number) else value for value in given]
+        settings = {key: value.on(device) if isinstance(value, _Number) else value for key, value in numbers.items()}
+        func([gradient] if listed else gradient, *now, **settings)
 
     return edit
 

@@ -366,6 +366,10 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # a wrapper subclass, whose inner operations are dispatched separately
         if made or self._simulation.quiet:
             return func(*args, **kwargs)
+        if func is aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                self.__torch_dispatch__(aten.copy_.default, types, (target, source, *args[2:]), kwargs)
+            return None
         queued = func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
         if queued and self._simulation.is_of_host(args[0], args[1]):
             self._simulation.copy(args[0], args[1])
