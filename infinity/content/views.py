@@ -113,6 +113,7 @@ def read_section(
     stop: int,
     visit: Callable[[Page, Callable[[Content], None]], None],
     *,
+    pages: Callable[[Role], Sequence[Page]] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return elements [start, stop) of one section of a segment, decoded.
@@ -123,6 +124,7 @@ def read_section(
         start: Index of the first element.
         stop: Index after the last element.
         visit: Function that calls its second argument with the content of the page that is its first argument.
+        pages: Function that returns the pages of a role, in order. Default: all pages of the segment.
         device: Device of the result. Default: the CPU.
 
     Returns:
@@ -135,7 +137,7 @@ def read_section(
         for component in components
     ]
     for role in dict.fromkeys(component.role for component in components):
-        for page, _, _ in overlapping(segment.pages(role), low, high):
+        for page, _, _ in overlapping((pages or segment.pages)(role), low, high):
 
             def copy(content: Content, page: Page = page) -> None:
                 for component, part in zip(components, items, strict=True):

@@ -117,11 +117,6 @@ class GatherInput(torch.Tensor):
         """Return a description with the parameter's name, without loading the shard."""
         return f"GatherInput({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def copy_into(self, destination: torch.Tensor) -> None:
-        """Copy the shard's pages into `destination`."""
-        flat = destination.view(-1)
-        self.handle.source.gather_into(self.handle.shard, flat.view(self.handle.gather_dtype) if self.raw else flat)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
@@ -129,12 +124,12 @@ class GatherInput(torch.Tensor):
         """Copy the pages on `copy_` and `_foreach_copy_`, and keep views lazy."""
         first = args[0] if args else None
         if func is aten.copy_.default and isinstance(args[1], GatherInput):
-            args[1].copy_into(args[0])
+            args[1].handle.source.gather_into(args[1].handle.shard, args[0])
             return args[0]
         if func is aten._foreach_copy_.default:
             for destination, source in zip(args[0], args[1], strict=True):
                 if isinstance(source, GatherInput):
-                    source.copy_into(destination)
+                    source.handle.source.gather_into(source.handle.shard, destination)
                 else:
                     destination.copy_(source)
             return None

@@ -80,11 +80,11 @@ class _Gather:
         self._prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the weights of a shard, padding included, into a flat tensor on the current stream."""
+        """Copy the weights of a shard, padding included, on the current stream."""
         if self._prefetched:
             self._opened.gpu_prefetcher.copy_out(shard, destination)
             return
-        into = destination.view(torch.uint8)
+        into = destination.view(-1).view(torch.uint8)
         for batch, parts in self._layout.shard_parts[shard]:
             if batch != self._batch:
                 self._hold(batch)
@@ -100,8 +100,10 @@ class _Gather:
         uses = self._accesses[batch]
         copied = partial(self._device.record_event, self._device.current())
         held = self._opened.pager.access(uses, planned=self.planned, copies=copied)
-        self._contents = {use.page: content for use, content in zip(uses, held.__enter__(), strict=True)}
-        self._held, self._batch = held, batch
+        with interrupts.held(waits=False):  # an interrupt before `_held` is set would keep the pages pinned
+            contents = held.__enter__()
+            self._held, self._batch = held, batch
+        self._contents = {use.page: content for use, content in zip(uses, contents, strict=True)}
 
     def release(self) -> None:
         """Release the pages that are held."""
@@ -177,11 +179,14 @@ class ShardIO:
             self._open.pager.fail(error)
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the elements of a shard in the compute dtype, padding included, into a flat tensor."""
+        """Copy the elements of a shard in the compute dtype, padding included.
+
+        Args:
+            destination: Contiguous tensor in the compute dtype, or its bytes as uint8.
+        """
         fsdp_module = self._layout.shards[shard].fsdp_module
         shards = self._layout.fsdp_module_shards[fsdp_module]
         gather = self._gather
-        interrupts.begin()
         try:
             if gather is None or gather.fsdp_module != fsdp_module or shard == shards[0]:
                 gather = self._begin_gather(fsdp_module)
@@ -191,8 +196,6 @@ class ShardIO:
         except BaseException:
             self._drop_gather()
             raise
-        finally:
-            interrupts.end()
 
     def _begin_gather(self, fsdp_module: int) -> _Gather:
         self._drop_gather()

@@ -170,7 +170,7 @@ class GpuPrefetcher:
         if shard == shards[0]:
             self._filled(slot).before(stream)
         begin = self._offsets[shard]
-        destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype))
+        destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype).view_as(destination))
         if shard == shards[-1]:
             slot.used = self._device.record_event(stream)
             if fsdp_module not in self._own:

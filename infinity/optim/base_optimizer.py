@@ -144,6 +144,12 @@ class BaseOptimizer:
             self.kernel.check_steps()
             self.noted = self._settings(), self.kernel.own()
 
+    def noted_settings_of(self, shards: Iterable[int]) -> tuple[dict[int, Mapping[str, Any]], Own]:
+        """Return the noted settings by shard, and the noted attributes. Call `note_settings` before."""
+        assert self.noted is not None
+        groups, own = self.noted
+        return {shard: groups[self._group_numbers[shard]] for shard in shards}, own
+
     def changed_setting(self) -> str:
         """Return a description of the first setting or attribute that changed since `note_settings`, or ""."""
         if self.noted is None:

@@ -234,7 +234,7 @@ class Gradients:
         self._fsdp_module = -1  # FSDP module whose gradients are arriving, or -1
         # Gradients of `_fsdp_module` that have arrived but are not stored or consumed yet, by shard
         self._arrivals: dict[int, OneGradient] = {}
-        self._arrived: dict[Stream, DeviceEvent] = {}  # last event after gradients of `_fsdp_module`, by stream
+        self._streams: set[Stream] = set()  # streams on which gradients of `_fsdp_module` have arrived
         # Gradients in `p.grad`, by shard; a gradient that `step()` has consumed stays until it is replaced
         self._current: dict[int, OneGradient] = {}
         # Stored gradients, by FSDP module (in order of arrival) and by shard
@@ -300,7 +300,7 @@ class Gradients:
             gradient = self._current[shard]
             gradient.arriving = False
             if gradient.held is not None:
-                self._mark_arrival()  # again, because user hooks may have changed the gradient
+                self._streams.add(self._device.current())  # user hooks may have changed the gradient
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._fsdp_module]:
@@ -314,11 +314,7 @@ class Gradients:
             self._fsdp_module = fsdp_module
         self._arrivals[gradient.shard] = gradient
         if gradient.held is not None:
-            self._mark_arrival()
-
-    def _mark_arrival(self) -> None:
-        stream = self._device.current()
-        self._arrived[stream] = self._device.record_event(stream)
+            self._streams.add(self._device.current())
 
     def close_arrivals(self) -> None:
         """Store the gradients that have arrived, or begin the update of their FSDP module in backward.
@@ -332,8 +328,8 @@ class Gradients:
         self._updates.run_reduced()
         fsdp_module = self._fsdp_module
         arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
-        arrived = tuple(self._arrived.values())
-        self._fsdp_module, self._arrivals, self._arrived = -1, {}, {}
+        arrived = tuple(map(self._device.record_event, self._streams))
+        self._fsdp_module, self._arrivals, self._streams = -1, {}, set()
         if not arrivals:
             return
         name = self._layout.fsdp_modules[fsdp_module].name

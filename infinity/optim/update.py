@@ -66,6 +66,7 @@ class RangePages:
     ) -> None:
         self.segment, self.item, self.grads = segment, item, grads
         self._layout, self._held = layout, held
+        self._page_of: dict[str, tuple[int, int, torch.Tensor]] = {}  # last results of `_whole`, by section
 
     @classmethod
     def of(
@@ -78,10 +79,17 @@ class RangePages:
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""
+        if (page := self._page_of.get(name)) is None or not page[0] <= start < page[1]:
+            page = self._page_of[name] = self._whole(name, start)
+        first, _, values = page
+        return values[start - first : stop - first]
+
+    def _whole(self, name: str, start: int) -> tuple[int, int, torch.Tensor]:
+        """Return the section in the page with element `start`, with the first element and the one after the last."""
         (component,) = self.segment.format.components[name]
         for page, content in self._held:
-            if page.role is component.role and page.start <= start < page.start + page.count:
-                return component_of(content, page, component, start, stop)
+            if page.role is component.role and page.start <= start < page.stop:
+                return page.start, page.stop, component_of(content, page, component, page.start, page.stop)
         raise AssertionError
 
     def pages(self, role: Role) -> list[tuple[Page, Content]]:
@@ -119,7 +127,10 @@ class RangePages:
         def visit(page: Page, copy: Callable[[Content], None]) -> None:
             copy(contents[page.index])
 
-        return read_section(self.segment, name, start, stop, visit, device=self._device)
+        def pages(role: Role) -> list[Page]:
+            return [page for page, _ in self.pages(role)]
+
+        return read_section(self.segment, name, start, stop, visit, pages=pages, device=self._device)
 
     def decode_into(self, name: str, start: int, values: torch.Tensor) -> None:
         """Decode the elements of an encoded section that begin at `start` into `values`.

@@ -124,15 +124,16 @@ class Updates:
             grads: flat gradients on the device, by shard.
             arrived: events after which the gradients are complete.
         """
+        settings, own = self._base_optimizer.noted_settings_of(grads)
         self.begun[fsdp_module] = Update(
             self._layout,
             self._base_optimizer.kernel,
-            self._base_optimizer.settings_of(grads),
+            settings,
             self.scalars,
             self.step,
             grads,
             arrived,
-            own=self._base_optimizer.kernel.own(),
+            own=own,
             whole=self._whole,
         )
         self._reduced = fsdp_module

@@ -526,7 +526,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "GPU-resident: freed during the copy": Defect(
         change=partial(_not_kept, "back"),
-        later=f"({COMPUTATION}) after it was freed|(the stream 'in') after it was freed",
+        later="after it was freed",
         earlier=f"a copy to the host (reads, {BACK})",
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
