@@ -228,6 +228,14 @@ class Layout:
         return tuple(map(tuple, members))
 
     @cached_property
+    def fsdp_module_pages(self) -> tuple[tuple[Page, ...], ...]:
+        """Pages of every FSDP module."""
+        members: list[list[Page]] = [[] for _ in self.fsdp_modules]
+        for page in self.pages:
+            members[page.fsdp_module].append(page)
+        return tuple(map(tuple, members))
+
+    @cached_property
     def fsdp_module_gathers(self) -> tuple[tuple[tuple[WeightPart, ...], ...], ...]:
         """Weights of every FSDP module in all-gather order, divided into batches whose pages are held together.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -13,20 +13,30 @@ from infinity.content.halves import halves, joined
 from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
-Content = memoryview | torch.Tensor
-"""Bytes of a page, either in a cache slot or as a one-dimensional uint8 tensor on a device."""
+Content = memoryview | torch.Tensor | Mapping[int, torch.Tensor]
+"""Bytes of a page: in a cache slot, as a one-dimensional uint8 tensor on a device, or as several such tensors by their
+offset in the page, one for each array in the page (see `JoinedPages`).
+"""
 
 
 def bytes_of(content: Content, offset: int = 0, nbytes: int = -1) -> torch.Tensor:
     """Return bytes of a page as a view: a one-dimensional uint8 tensor.
 
     Args:
+        content: Bytes of a page with one array, or of any page in a cache slot.
         offset: Offset in the page.
         nbytes: Number of bytes; by default, all bytes from `offset` on.
     """
-    if isinstance(content, torch.Tensor):
-        return content[offset : offset + nbytes] if nbytes >= 0 else content[offset:]
-    return torch.frombuffer(content, dtype=torch.uint8, offset=offset, count=nbytes)
+    if isinstance(content, memoryview):
+        return torch.frombuffer(content, dtype=torch.uint8, offset=offset, count=nbytes)
+    whole = content if isinstance(content, torch.Tensor) else content[0]
+    return whole[offset : offset + nbytes] if nbytes >= 0 else whole[offset:]
+
+
+def clear(content: Content) -> None:
+    """Set all bytes of a page to zero."""
+    for part in content.values() if isinstance(content, Mapping) else (bytes_of(content),):
+        part.zero_()
 
 
 @cache
@@ -66,9 +76,11 @@ def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> to
     wait for that thread.
     """
     kind = torch_dtype(dtype)
-    if isinstance(content, torch.Tensor):
-        return content[offset + low * kind.itemsize : offset + high * kind.itemsize].view(kind)
-    return torch.frombuffer(content, dtype=kind, count=high - low, offset=offset + low * kind.itemsize)
+    if isinstance(content, memoryview):
+        return torch.frombuffer(content, dtype=kind, count=high - low, offset=offset + low * kind.itemsize)
+    if not isinstance(content, torch.Tensor):
+        content, offset = content[offset], 0
+    return content[offset + low * kind.itemsize : offset + high * kind.itemsize].view(kind)
 
 
 def component_of(content: Content, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:

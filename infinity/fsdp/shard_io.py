@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, overlapping
-from infinity.content.views import Content, bytes_of, put, read_section, stored, torch_dtype
+from infinity.content.views import Content, bytes_of, clear, put, read_section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
@@ -331,7 +331,7 @@ class ShardIO:
             ]
             for page in (*segment.param_pages, *segment.update_pages):
                 with self._opened.pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
-                    bytes_of(content).zero_()
+                    clear(content)
                     for start, component, items in parts:
                         if component.role is page.role:
                             put(content, page, component, start, items)

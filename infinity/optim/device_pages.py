@@ -12,98 +12,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from infinity.budget import BATCHES
-from infinity.content.format import ITEMSIZE, Component, Role
-from infinity.content.layout import Batch, Layout, Page, Range, Segment
-from infinity.content.views import Content
+from infinity.content.joined import JoinedPages
+from infinity.content.layout import Batch, Layout, Page, Range
+from infinity.content.views import Content, bytes_of
 from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.fetch import Slices
 from infinity.optim.update import RangePages
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Access, Mode, Use
-from infinity.units import align_up
-
-_ALIGNMENT = 256
-"""Alignment of joined pages in bytes, as in PyTorch's CUDA allocator."""
-
-
-class _Array(NamedTuple):
-    """Contiguous items of one kind in a page."""
-
-    use: Use
-    offset: int
-    """Offset in the page, in bytes."""
-    nbytes: int
-    """Length in bytes."""
-
-
-class _JoinedRange(NamedTuple):
-    """Consecutive ranges of a segment as one range."""
-
-    segment: Segment
-    item: Range
-    pages: tuple[tuple[Page, int, int], ...]
-    """Joined pages, each with its first byte and the byte after its last one in the memory of the batch."""
+from infinity.schedule.trace import Access
 
 
 class JoinedBatch:
-    """Arrangement of the pages of a batch on the GPU.
+    """Arrangement of a batch on the GPU.
 
     Attributes:
-        arrays: content of the pages, in the order in which the GPU memory of the batch contains it; ``None`` for a gap.
-        sizes: lengths of `arrays`, in bytes.
-        nbytes: total length, in bytes.
-        ranges: joined ranges, one per segment.
+        joined: its pages.
+        modes: modes of the uses, by page.
+        ranges: consecutive ranges of each segment as one range.
+        slots: contents of cache slots and views of the arrays in them, from the previous update. Most pages keep their
+            cache slots.
     """
 
     def __init__(self, layout: Layout, batch: Batch, access: Access) -> None:
-        self.arrays: list[_Array | None] = []
-        self.sizes: list[int] = []
-        self.ranges: list[_JoinedRange] = []
-        by_kind: dict[tuple[int, Role, int], list[tuple[Use, Page]]] = {}
-        for use in access:
-            page = layout.pages[use.page]
-            by_kind.setdefault((page.segment, page.role, page.component), []).append((use, page))
-        for number, members in groupby(batch, lambda member: member[0].param_pages[0].segment):
-            ranges = list(members)
-            segment = layout.segments[number]
-            items = [segment.ranges[position] for _, position in ranges]
+        self.joined = JoinedPages(layout, [layout.pages[use.page] for use in access])
+        self.modes = {use.page: use.mode for use in access}
+        self.slots: list[tuple[Content, torch.Tensor] | None] = [None] * len(self.joined.arrays)
+        self.ranges: list[tuple[int, Range]] = []
+        for segment, members in groupby(batch, lambda member: member[0].param_pages[0].segment):
+            items = [of.ranges[position] for of, position in members]
             shards = tuple(dict.fromkeys(shard for item in items for shard in item.shards))
-            joined = tuple(self._join(segment, used) for kind, used in by_kind.items() if kind[0] == number)
-            item = Range(start=items[0].start, stop=items[-1].stop, shards=shards)
-            self.ranges.append(_JoinedRange(segment, item, joined))
-        self.nbytes = sum(self.sizes)
-
-    def _join(self, segment: Segment, used: Sequence[tuple[Use, Page]]) -> tuple[Page, int, int]:
-        """Append consecutive pages of one kind, array by array."""
-        begin = sum(self.sizes)
-        _, first = used[0]
-        for component in _components(segment, first):
-            for use, page in used:
-                nbytes = page.count // component.each * ITEMSIZE[component.dtype]
-                self.arrays.append(_Array(use, int(component.offset * page.count), nbytes))
-                self.sizes.append(nbytes)
-        end = sum(self.sizes)
-        self.arrays.append(None)
-        self.sizes.append(align_up(end, _ALIGNMENT) - end)
-        return replace(first, count=sum(page.count for _, page in used), nbytes=end - begin), begin, end
-
-
-def _components(segment: Segment, page: Page) -> Sequence[Component]:
-    """Return the arrays in a page, in order."""
-    fmt = segment.format
-    if page.role is Role.PARAM:
-        return (fmt.weights,)
-    if page.role is Role.GRAD:
-        return (Component(Role.GRAD, fmt.grads[page.component], 1, 0.0),)
-    found = {component for part in fmt.components.values() for component in part if component.role is Role.UPDATE}
-    return sorted(found, key=lambda component: component.offset)
+            self.ranges.append((segment, Range(start=items[0].start, stop=items[-1].stop, shards=shards)))
 
 
 class DevicePages:
@@ -143,11 +87,11 @@ class DevicePages:
             return None
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
-    def bring(self, joined: JoinedBatch, held: Mapping[int, Content], grads: Slices | None) -> list[RangePages]:
+    def bring(self, batch: JoinedBatch, held: Mapping[int, Content], grads: Slices | None) -> list[RangePages]:
         """Start copying the pages of a batch to the GPU, and return their ranges for use in `on_stream`.
 
         Args:
-            held: contents of the pages in cache slots, by page.
+            held: contents of the pages, by page. GPU-resident pages are updated in place.
             grads: result of `begin`.
 
         Raises:
@@ -157,27 +101,46 @@ class DevicePages:
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
+        page, content = next(iter(held.items()))
+        if not isinstance(content, memoryview):
+            return self.ranges(batch, self._pager.joined_pages(self._layout.pages[page].fsdp_module), grads)
         coming, update = self._device.stream("in"), self._device.stream("update")
+        joined = batch.joined
         with self._device.on(coming):
             memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=self._device.name)
         there: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._back = [], []
-        for array, part in zip(joined.arrays, memory.split_with_sizes(joined.sizes), strict=True):
-            if array is not None:
-                (page, mode), offset, nbytes = array
-                source = torch.frombuffer(held[page], dtype=torch.uint8, offset=offset, count=nbytes)
-                if mode is not Mode.WRITE:
+        parts = memory.split_with_sizes(joined.sizes)
+        for number, ((page, offset, nbytes), part) in enumerate(zip(joined.arrays, parts, strict=True)):
+            if page >= 0:
+                mode, content, slot = batch.modes[page], held[page], batch.slots[number]
+                if slot is None or slot[0] is not content:
+                    slot = batch.slots[number] = content, bytes_of(content, offset, nbytes)
+                source = slot[1]
+                if mode.fetches:
                     there[0].append(part)
                     there[1].append(source)
-                if mode is Mode.UPDATE or mode is Mode.WRITE:
+                if mode.modifies:
                     self._back[0].append(source)
                     self._back[1].append(part)
         self._device.copy_all(*there, coming)
         self._device.record_event(coming).before(update)
         self._device.keep(memory, update)
+        return self.ranges(batch, [(page, memory[begin:end]) for page, begin, end in joined.pages], grads)
+
+    def ranges(
+        self, batch: JoinedBatch, pages: Sequence[tuple[Page, Content]], grads: Slices | None
+    ) -> list[RangePages]:
+        """Return the ranges of a batch whose joined pages are on the GPU. The pages may extend beyond the batch."""
         return [
-            RangePages(self._layout, segment, item, [(page, memory[begin:end]) for page, begin, end in pages], grads)
-            for segment, item, pages in joined.ranges
+            RangePages(
+                self._layout,
+                self._layout.segments[segment],
+                item,
+                [(page, content) for page, content in pages if page.segment == segment],
+                grads,
+            )
+            for segment, item in batch.ranges
         ]
 
     def on_stream(self) -> AbstractContextManager[Any]:

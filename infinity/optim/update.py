@@ -12,7 +12,17 @@ import torch
 from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
-from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
+from infinity.content.views import (
+    Content,
+    bytes_of,
+    component_of,
+    gradient_of,
+    put,
+    read_section,
+    section,
+    stored,
+    torch_dtype,
+)
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import DeviceEvent
 from infinity.optim import optimizer_clone
@@ -118,7 +128,7 @@ class RangePages:
     @property
     def _device(self) -> torch.device:
         content = self._held[0][1]
-        return content.device if isinstance(content, torch.Tensor) else torch.device("cpu")
+        return torch.device("cpu") if isinstance(content, memoryview) else bytes_of(content).device
 
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return a decoded copy of elements [start, stop) of any section. The elements may span several pages."""

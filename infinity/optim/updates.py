@@ -60,7 +60,7 @@ class _Batch(NamedTuple):
     ranges: Batch
     access: Access
     joined: JoinedBatch | None
-    """Arrangement of its pages on the GPU; ``None`` if they are updated in place."""
+    """Arrangement of the batch on the GPU; ``None`` if it is updated on the CPU."""
 
 
 class Updates:
@@ -106,7 +106,7 @@ class Updates:
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
-        self._batches: dict[tuple[int, int, bool], Sequence[_Batch]] = {}
+        self._batches: dict[tuple[int, int], Sequence[_Batch]] = {}
         """Results of `_batches_of`. They are the same in every step."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
@@ -280,12 +280,11 @@ class Updates:
                 self._submitted.append(job)
 
     def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_Batch]:
-        copied = self._device_pages is not None and not self._pager.gpu_resident(fsdp_module)
-        if (key := (fsdp_module, components, copied)) not in self._batches:
-            ranges = self._layout.fsdp_module_batches[fsdp_module]
+        if (key := (fsdp_module, components)) not in self._batches:
+            on_device, ranges = self._device_pages is not None, self._layout.fsdp_module_batches[fsdp_module]
             accesses = update_accesses(self._layout, fsdp_module, components=components)
             self._batches[key] = [
-                _Batch(batch, access, JoinedBatch(self._layout, batch, access) if copied else None)
+                _Batch(batch, access, JoinedBatch(self._layout, batch, access) if on_device else None)
                 for batch, access in zip(ranges, accesses, strict=True)
             ]
         return self._batches[key]
@@ -325,10 +324,9 @@ class Updates:
                     update.run(there.bring(joined, held, grads))
                     there.leave()
                     continue
-                together = len(ranges) if there is not None else _TOGETHER
-                for first in range(0, len(ranges), together):
+                for first in range(0, len(ranges), _TOGETHER):
                     opened = []
-                    for segment, position in ranges[first : first + together]:
+                    for segment, position in ranges[first : first + _TOGETHER]:
                         grads = fetcher.take() if fetcher is not None else grads
                         opened.append(RangePages.of(self._layout, segment, position, held, grads))
                     update.run(opened)

@@ -8,29 +8,43 @@ reservations order the threads, as they do for all pages, and these events order
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from operator import itemgetter
 
 import torch
 
 from infinity.content.format import Role
+from infinity.content.joined import JoinedPages
 from infinity.content.layout import Layout, Page
-from infinity.memory.device import Device, DeviceEvent, Stream
+from infinity.content.views import Content
+from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.trace import Access, Mode
 from infinity.telemetry.ledger import Ledger
 
 
-@dataclass(slots=True)
-class GpuResidentPage:
-    """Device memory of one page."""
+class GpuResidentMemory:
+    """Device memory of several pages of an FSDP module. The pages are joined, so that updates can process them in one
+    piece.
 
-    content: torch.Tensor
-    """Bytes of the page, on the device."""
-    used: DeviceEvent
-    """Event recorded after all work on the page so far."""
-    newer: bool = False
-    """``True`` if the content is newer than in the host cache and in the store."""
+    Raises:
+        torch.OutOfMemoryError: if the device has too little memory.
+    """
+
+    def __init__(self, layout: Layout, pages: Sequence[Page], device: Device) -> None:
+        joined = JoinedPages(layout, pages)
+        self.memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=device.name)
+        """Bytes of all pages."""
+        self.used = device.record_event(device.current())
+        """Event recorded after all work on the memory so far."""
+        self.newer: set[int] = set()
+        """Pages whose content is newer than in the host cache and in the store."""
+        self.arrays: dict[int, dict[int, torch.Tensor]] = {page.index: {} for page in pages}
+        """Content of each page, by the offset in the page."""
+        for array, part in zip(joined.arrays, self.memory.split_with_sizes(joined.sizes), strict=True):
+            if array.page >= 0:
+                self.arrays[array.page][array.offset] = part
+        self.joined = [(page, self.memory[begin:end]) for page, begin, end in joined.pages]
+        """Joined pages with their content."""
 
 
 class GpuResidentPages:
@@ -45,7 +59,7 @@ class GpuResidentPages:
         self._layout, self._device, self._observer = layout, device, observer
         self.fsdp_modules: frozenset[int] = frozenset()
         """GPU-resident FSDP modules. The training thread changes this set while no reservation is outstanding."""
-        self._gpu_resident_pages: dict[int, GpuResidentPage] = {}  # by page
+        self._memory: dict[int, GpuResidentMemory] = {}  # by page
 
     def has(self, uses: Access) -> bool:
         """Return ``True`` if the pages of an access are GPU-resident.
@@ -65,21 +79,25 @@ class GpuResidentPages:
 
     acquire_reservation = acquire
 
-    def contents(self, uses: Access) -> list[torch.Tensor]:
+    def contents(self, uses: Access) -> list[Content]:
         """Return the bytes of acquired pages, for later work on the current stream of the calling thread."""
+        for use in uses:
+            if use.page not in self._memory:  # a page of gradients that is about to be written
+                others = self._gradient_pages(self._layout.pages[use.page])
+                self._memory |= self.build([page for page in others if page.index not in self._memory])
         stream = self._device.current()
-        return [self._content(use.page, stream) for use in uses]
+        for memory in self._memory_of(uses):
+            memory.used.before(stream)
+            self._device.keep(memory.memory, stream)
+        return [self._memory[use.page].arrays[use.page] for use in uses]
 
-    def _content(self, page: int, stream: Stream) -> torch.Tensor:
-        if page not in self._gpu_resident_pages:  # a gradient page, whose first use is a write
-            others = self._gradient_pages(self._layout.pages[page])
-            self._gpu_resident_pages |= self.build(
-                [each for each in others if each.index not in self._gpu_resident_pages]
-            )
-        gpu_page = self._gpu_resident_pages[page]
-        gpu_page.used.before(stream)
-        self._device.keep(gpu_page.content, stream)
-        return gpu_page.content
+    def _memory_of(self, uses: Access) -> list[GpuResidentMemory]:
+        # A page is missing if an access that was acquired later has already consumed it
+        return [*dict.fromkeys(self._memory[page] for page, _ in uses if page in self._memory)]
+
+    def joined(self, fsdp_module: int) -> list[tuple[Page, Content]]:
+        """Return the joined pages of an FSDP module with their bytes. Call `contents` before."""
+        return [joined for memory in dict.fromkeys(self.of(fsdp_module).values()) for joined in memory.joined]
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
         """Record that a use of pages has ended.
@@ -89,19 +107,20 @@ class GpuResidentPages:
                 current stream of the calling thread.
         """
         device_event = device_event or self._device.record_event(self._device.current())
-        for use in uses:
-            # The page is missing if an access that was acquired later has already consumed it.
-            gpu_page = self._gpu_resident_pages.get(use.page)
-            if use.mode is Mode.CONSUME:
-                self.discard(use.page)
-            elif gpu_page is not None:
-                gpu_page.used, gpu_page.newer = device_event, gpu_page.newer or use.mode.modifies
+        for memory in self._memory_of(uses):
+            memory.used = device_event
+            memory.newer.update([page for page, mode in uses if mode.modifies and page in memory.arrays])
+        for page, mode in uses:
+            if mode is Mode.CONSUME:
+                self.discard(page)
 
     release_reservation = release
 
     def discard(self, page: int) -> None:
         """Drop the content of a page. The allocator orders later uses of its memory after the work queued so far."""
-        self._gpu_resident_pages.pop(page, None)
+        memory = self._memory.pop(page, None)
+        if memory is not None:
+            memory.newer.discard(page)
 
     # GPU-resident FSDP modules #
 
@@ -113,52 +132,41 @@ class GpuResidentPages:
 
     def pages_of(self, fsdp_module: int) -> list[Page]:
         """Return the pages of an FSDP module that can be GPU-resident, except gradients."""
-        pages = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is not Role.GRAD]
+        pages = [page for page in self._layout.fsdp_module_pages[fsdp_module] if page.role is not Role.GRAD]
         return [page for page in pages if is_gpu_resident(self._layout, page)]
 
-    def build(self, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
-        """Allocate device memory for pages that are not GPU-resident yet.
-
-        The method makes one allocation for all pages, because the allocator wastes less memory that way. It needs no
-        lock.
+    def build(self, pages: Sequence[Page]) -> dict[int, GpuResidentMemory]:
+        """Allocate device memory for pages, and return it by page. It needs no lock.
 
         Raises:
             torch.OutOfMemoryError: if the device has too little memory.
         """
         if not pages:
             return {}
-        memory = torch.empty(sum(page.nbytes for page in pages), dtype=torch.uint8, device=self._device.name)
-        built = self._device.record_event(self._device.current())
-        stops = accumulate(page.nbytes for page in pages)
-        return {
-            page.index: GpuResidentPage(memory[stop - page.nbytes : stop], built)
-            for page, stop in zip(pages, stops, strict=True)
-        }
+        memory = GpuResidentMemory(self._layout, pages, self._device)
+        return dict.fromkeys((page.index for page in pages), memory)
 
-    def add(self, fsdp_module: int, gpu_resident_pages: dict[int, GpuResidentPage]) -> None:
-        """Register an FSDP module as GPU-resident, with the given pages."""
+    def add(self, fsdp_module: int, memory: dict[int, GpuResidentMemory]) -> None:
+        """Register an FSDP module as GPU-resident, with the memory of its pages."""
         self.fsdp_modules |= {fsdp_module}
-        self._gpu_resident_pages |= gpu_resident_pages
+        self._memory |= memory
 
     def remove(self, fsdp_module: int) -> None:
         """Register that an FSDP module is no longer GPU-resident, and drop its pages."""
         self.fsdp_modules -= {fsdp_module}
-        for page in self.resident_pages(fsdp_module):
-            del self._gpu_resident_pages[page]
+        for page in self.of(fsdp_module):
+            del self._memory[page]
 
-    def resident_pages(self, fsdp_module: int) -> dict[int, GpuResidentPage]:
-        """Return the pages of an FSDP module that are on the device, by page number."""
-        return {
-            page: gpu_page
-            for page, gpu_page in self._gpu_resident_pages.items()
-            if self._layout.pages[page].fsdp_module == fsdp_module
-        }
+    def of(self, fsdp_module: int) -> dict[int, GpuResidentMemory]:
+        """Return the memory of the pages of an FSDP module that are on the device, by page."""
+        pages = self._layout.fsdp_module_pages[fsdp_module]
+        return {page.index: self._memory[page.index] for page in pages if page.index in self._memory}
 
-    def newer(self) -> dict[int, GpuResidentPage]:
-        """Return the pages whose content is newer than in the store, except gradients, by page number."""
+    def newer(self) -> dict[int, GpuResidentMemory]:
+        """Return the memory of pages whose content is newer than in the store, except gradients, by page."""
         pages = self._layout.pages
         return {
-            page: gpu_page
-            for page, gpu_page in sorted(self._gpu_resident_pages.items())
-            if gpu_page.newer and pages[page].role is not Role.GRAD
+            page: memory
+            for page, memory in sorted(self._memory.items(), key=itemgetter(0))
+            if page in memory.newer and pages[page].role is not Role.GRAD
         }

@@ -26,7 +26,7 @@ cache slots, they are written back like any other page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
@@ -35,9 +35,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from infinity import interrupts
 from infinity.content.format import Role
-from infinity.content.layout import Layout
+from infinity.content.layout import Layout, Page
 from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
 from infinity.memory.device import Device, DeviceEvent, wait
@@ -45,7 +47,7 @@ from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
 from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.cursor import Cursor, PlannedAccess
-from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
+from infinity.schedule.homes import GpuResidentMemory, GpuResidentPages
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, Transfers
@@ -331,8 +333,8 @@ class Pager:
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
             newer = self._gpu_resident_pages.newer()
-        for page, gpu_page in newer.items():
-            self._send(page, gpu_page)
+        for page, memory in newer.items():
+            self._send(page, memory)
         with self.transfers.lock:
             self._cache.flush()
 
@@ -356,21 +358,26 @@ class Pager:
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
         for fsdp_module in gpu_resident_pages.fsdp_modules - fsdp_modules:
-            for page, gpu_page in gpu_resident_pages.resident_pages(fsdp_module).items():
-                if gpu_page.newer:
-                    self._send(page, gpu_page)
+            for page, memory in gpu_resident_pages.of(fsdp_module).items():
+                if page in memory.newer:
+                    self._send(page, memory)
             with self.transfers.lock:
                 gpu_resident_pages.remove(fsdp_module)
         built = {
             fsdp_module: gpu_resident_pages.build(gpu_resident_pages.pages_of(fsdp_module))
             for fsdp_module in sorted(fsdp_modules - gpu_resident_pages.fsdp_modules)
         }
-        for fsdp_module, memory in built.items():
-            self._bring(fsdp_module, memory)
+        for fsdp_module, empty in built.items():
+            self._bring(fsdp_module, empty)
 
-    def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentPage]) -> None:
+    def joined_pages(self, fsdp_module: int) -> list[tuple[Page, Content]]:
+        """Return the joined pages of a GPU-resident FSDP module with their bytes, during an access to some of them."""
+        with self.transfers.lock:
+            return self._gpu_resident_pages.joined(fsdp_module)
+
+    def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentMemory]) -> None:
         """Make an FSDP module GPU-resident. The copies to the device are only queued when this method returns."""
-        gradients = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is Role.GRAD]
+        gradients = [page for page in self._layout.fsdp_module_pages[fsdp_module] if page.role is Role.GRAD]
         with self.transfers.lock:
             gradients = [page for page in gradients if self._cache.has_content(page.index)]
         stored = self._gpu_resident_pages.build(gradients)
@@ -384,15 +391,19 @@ class Pager:
             uses = tuple(Use(page, Mode.CONSUME if page in stored else Mode.READ) for page in together)
             with self.access(uses, planned=False, copies=partial(self._device.record_event, stream)) as contents:
                 for page, content in zip(together, contents, strict=True):
-                    self._device.copy(coming[page].content, bytes_of(content), stream)
-                    self._device.keep(coming[page].content, stream)
+                    self._device.copy_all(*_copies(coming[page].arrays[page], content), stream)
         device_event = self._device.record_event(stream)
-        for page, gpu_page in coming.items():
-            gpu_page.used, gpu_page.newer = device_event, page in stored
+        for page, whole in coming.items():
+            whole.used = device_event
+            if page in stored:
+                whole.newer.add(page)
+        for each in (memory, stored):
+            for whole in dict.fromkeys(each.values()):
+                self._device.keep(whole.memory, stream)
         with self.transfers.lock:
             self._gpu_resident_pages.add(fsdp_module, coming)
 
-    def _send(self, page: int, gpu_page: GpuResidentPage) -> None:
+    def _send(self, page: int, memory: GpuResidentMemory) -> None:
         """Start copying a GPU-resident page into a cache slot, from which it will be written. No reservation may be
         outstanding.
         """
@@ -401,17 +412,19 @@ class Pager:
             with self.transfers.lock:
                 self._cache.acquire(uses, threaded=False)
             try:
-                gpu_page.used.before(back)
-                self._device.copy(bytes_of(self._cache_slots.pages[page].content), gpu_page.content, back)
-                self._device.keep(gpu_page.content, back)
-                gpu_page.used, gpu_page.newer = self._device.record_event(back), False
+                memory.used.before(back)
+                there, here = _copies(memory.arrays[page], self._cache_slots.pages[page].content)
+                self._device.copy_all(here, there, back)
+                self._device.keep(memory.memory, back)
+                memory.used = self._device.record_event(back)
+                memory.newer.discard(page)
             except Exception as error:
                 # The cache slot has no valid content. Failing here keeps the page pinned and stops all writes, so that
                 # garbage does not replace the previous version in the store.
                 self.fail(error)
                 raise
             with self.transfers.lock:
-                self._cache.release(uses, gpu_page.used)
+                self._cache.release(uses, memory.used)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that will not be read again. Raises the same exceptions as `access`."""
@@ -553,6 +566,11 @@ class Pager:
 
     def _describe(self, uses: Access) -> str:
         return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in uses)
+
+
+def _copies(arrays: Mapping[int, torch.Tensor], content: Content) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the arrays of a page on the device, and views of the same bytes in its cache slot."""
+    return [*arrays.values()], [bytes_of(content, offset, part.numel()) for offset, part in arrays.items()]
 
 
 def _has_returned(state: PageState, reservations: int) -> bool:

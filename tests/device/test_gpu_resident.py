@@ -12,7 +12,7 @@ import torch
 
 import infinity
 from infinity.content.layout import Page
-from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
+from infinity.schedule.homes import GpuResidentMemory, GpuResidentPages
 from infinity.schedule.pager import Pager
 from support import models, train
 from support.device.cases import problems_of
@@ -189,7 +189,7 @@ def test_out_of_memory_disables_gpu_resident_pages(
     """Training continues without GPU-resident FSDP modules, and a warning names the setting to reduce."""
     build, built = GpuResidentPages.build, []
 
-    def build_some(resident: GpuResidentPages, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
+    def build_some(resident: GpuResidentPages, pages: Sequence[Page]) -> dict[int, GpuResidentMemory]:
         built.append(pages)
         if len(built) == 3:
             raise torch.OutOfMemoryError("out of memory")

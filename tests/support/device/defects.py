@@ -269,13 +269,13 @@ def _resident_without_order(name: str) -> AbstractContextManager[Any]:
             args[1].used = _Unordered(args[1].used)
         found = original(self, *args)
         if name == "_bring":
-            for entry in self._gpu_resident_pages.resident_pages(args[0]).values():
+            for entry in self._gpu_resident_pages.of(args[0]).values():
                 entry.used = _Unordered(entry.used)
         return found
 
     def contents(self: Any, uses: Any) -> Any:
         for use in uses:
-            if entry := self._gpu_resident_pages.get(use.page):
+            if entry := self._memory.get(use.page):
                 entry.used = _Unordered(entry.used)
         return original(self, uses)
 

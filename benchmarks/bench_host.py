@@ -1,0 +1,266 @@
+"""Python calls per step: infinity compared with FSDP2 in memory.
+
+On a GPU, a step of infinity is as fast as in memory only if one Python interpreter can launch both. This benchmark
+counts the Python functions that one step calls on all threads, and the functions of torch that it calls, for an 8-layer
+Llama whose state has 613 update pages (64 KiB). The GPU is a stand-in: tensors are in host memory, events complete
+immediately, and its own functions do not count. Counts do not depend on the machine, and `make test` asserts limits
+(`LIMITS`). The variants are:
+
+- `memory`: FSDP2 and the optimizer of torch, with all state in memory. With clipping: `memory_clip`.
+- `device`: infinity with updates on the GPU. With clipping: `device_clip`. If all state is GPU-resident: `resident`.
+- `host`: infinity on a CPU, with pages of 1 MiB.
+
+`cpu_seconds` is the processor time per step without counting, including the computation of the model.
+
+    python benchmarks/bench_host.py [--variants memory,device] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import infinity
+from infinity import torch_private
+from infinity.memory import device as devices
+from infinity.run import run
+
+VARIANTS = ("memory", "memory_clip", "host", "device", "device_clip", "resident")
+LIMITS = {"host": 46_000, "device": 42_500, "device_clip": 54_000, "resident": 68_000}
+"""Maximum Python calls per step, by variant."""
+STEPS = 2
+"""Number of counted steps. As many steps run before, because infinity records the first one and then makes a plan."""
+
+
+class _Event:
+    """An event that has always completed."""
+
+    def record(self, stream: Any = None) -> _Event:
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream:
+    """A stream without a queue."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _On:
+    """Context in which a stream is the current one of the thread."""
+
+    def __init__(self, stream: _Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = _current()
+        _LOCAL.stream = self._stream or self._before
+
+    def __exit__(self, *exception: object) -> None:
+        _LOCAL.stream = self._before
+
+
+_LOCAL = threading.local()
+_DEFAULT = _Stream()
+
+
+def _current(device: Any = None) -> _Stream:
+    return getattr(_LOCAL, "stream", _DEFAULT)
+
+
+class _Device(devices.AcceleratorDevice):
+    """A GPU in host memory."""
+
+    spare = 0
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Do nothing, because nothing is queued."""
+
+    def spare_bytes(self) -> int:
+        """Return the device memory for GPU-resident FSDP modules, in bytes."""
+        return self.spare
+
+
+@contextmanager
+def stand_in(spare: int) -> Iterator[None]:
+    """Replace the CPU by a GPU with `spare` bytes of free memory."""
+    devices.open_device.cache_clear()
+    with ExitStack() as stack:
+        module = {"Stream": _Stream, "Event": _Event, "current_stream": _current, "stream": _On}
+        for name, value in module.items():
+            stack.enter_context(patch.object(torch.cpu, name, value))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", _current))
+        stack.enter_context(patch.object(_Device, "spare", spare))
+        stack.enter_context(patch.dict(devices.KINDS, {"cpu": _Device}))
+        stack.enter_context(patch.object(run, "choose_update_device", lambda *_, **__: (True, "stand-in")))
+        stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
+        yield
+    devices.open_device.cache_clear()
+
+
+class Counter:
+    """Counts calls on all threads that start after its creation."""
+
+    def __init__(self) -> None:
+        self.python = self.torch = 0
+        self._lock = threading.Lock()
+        threading.setprofile(self._called)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in this context."""
+        self.python = self.torch = 0
+        self._active = True
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            self._active = False
+            sys.setprofile(None)
+
+    _active = False
+
+    def _called(self, frame: FrameType, event: str, function: Any) -> None:
+        if not self._active or frame.f_code.co_filename == __file__:
+            return
+        if event == "call":
+            with self._lock:
+                self.python += 1
+        elif event == "c_call":
+            owner = type(getattr(function, "__self__", None)).__module__ or ""
+            if owner.startswith("torch") or (getattr(function, "__module__", None) or "").startswith("torch"):
+                with self._lock:
+                    self.torch += 1
+
+
+def make_model() -> torch.nn.Module:
+    """Return a sharded 8-layer Llama that computes in bf16, with activation checkpointing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=160, intermediate_size=416, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=256, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy, mesh = MixedPrecisionPolicy(torch.bfloat16, torch.float32), infinity.mesh("cpu")
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return model  # type: ignore[no-any-return]
+
+
+def steps(model: Any, optimizer: Any, number: int, *, clip: bool) -> list[float]:
+    """Train and return the losses."""
+    losses = []
+    for seed in range(number):
+        torch.manual_seed(seed)
+        tokens = torch.randint(0, 256, (1, 32))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def measure(variant: str, counter: Counter) -> dict[str, Any]:
+    """Return the counts of a variant per step, its processor time and its losses."""
+    clip = variant.endswith("_clip")
+    with ExitStack() as stack:
+        if variant.startswith(("device", "resident")):
+            stack.enter_context(stand_in(2 << 30 if variant == "resident" else 0))
+        model = make_model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if not variant.startswith("memory"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            settings = {
+                "storage": {"paths": [folder]},
+                "memory": {"host_bytes": 400 << 20, "page_bytes": (1 << 20) if variant == "host" else 64 << 10},
+                "update": {"cores": 1},
+                "run": {"keep": "never"},
+            }
+            optimizer = infinity.offload(model, optimizer, settings)
+            stack.callback(optimizer.close)
+        losses = steps(model, optimizer, 2 + STEPS, clip=clip)
+        before = time.process_time()
+        losses += steps(model, optimizer, STEPS, clip=clip)
+        seconds = (time.process_time() - before) / STEPS
+        with counter.counting():
+            losses += steps(model, optimizer, STEPS, clip=clip)
+            if not variant.startswith("memory"):
+                optimizer._runner.updates.drain()  # wait for updates on the other thread
+        return {
+            "python_calls": counter.python // STEPS,
+            "torch_calls": counter.torch // STEPS,
+            "cpu_seconds": round(seconds, 4),
+            "losses": losses,
+        }
+
+
+def main() -> None:
+    """Measure the variants and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
+        counter = Counter()
+        found = {variant: measure(variant, counter) for variant in options.variants.split(",")}
+        dist.destroy_process_group()
+    if options.json:
+        print(json.dumps(found))
+        return
+    print(f"{'variant':12} {'Python calls':>13} {'of memory':>10} {'torch calls':>12} {'CPU s/step':>11}")
+    for variant, row in found.items():
+        base = found.get("memory_clip" if variant.endswith("_clip") else "memory")
+        ratio = f"{row['python_calls'] / base['python_calls']:.2f}x" if base else ""
+        print(f"{variant:12} {row['python_calls']:13,} {ratio:>10} {row['torch_calls']:12,} {row['cpu_seconds']:11.3f}")
+
+
+if __name__ == "__main__":
+    main()
