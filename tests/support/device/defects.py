@@ -442,6 +442,7 @@ DEFECTS: dict[str, Defect] = {
         change=_closed_without_drain,
         later="unregistering it",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
+        looks=200,  # the copy thread must not have observed the end of the last copies
         run=stop_in_forward,
     ),
     "number: read before the copy has completed": Defect(
