@@ -24,7 +24,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
@@ -130,6 +130,9 @@ bench-formats: install
 
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
 	PYTHONPATH=$(SOURCES) $(GPU_PYTHON) -W ignore benchmarks/bench_gpu.py $(ARGS)
+
+bench-host: install
+	$(BIN)/python -W ignore benchmarks/bench_host.py $(ARGS)
 
 bench-tune: install
 	$(BIN)/python -W ignore benchmarks/bench_tune.py $(ARGS)

@@ -90,8 +90,10 @@ class _Gather:
                 self._hold(batch)
             contents = self._contents
             began = perf_counter()
-            targets = [into[part.begin : part.begin + part.nbytes] for part in parts]
-            sources = [bytes_of(contents[part.page], part.offset, part.nbytes) for part in parts]
+            targets, sources = [], []
+            for _, page, offset, start, nbytes in parts:
+                targets.append(into[start : start + nbytes])
+                sources.append(bytes_of(contents[page], offset, nbytes))
             self._device.copy_all(targets, sources)
             self.seconds += perf_counter() - began
 

@@ -1,0 +1,22 @@
+"""Limits on the number of Python calls per step, which do not depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from bench_host import LIMITS, ROOT
+
+
+def test_a_step_calls_few_python_functions() -> None:
+    """Losses are equal, too: bitwise, with and without clipping."""
+    words = [sys.executable, "-W", "ignore", "benchmarks/bench_host.py", "--json"]
+    found = json.loads(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    for variant, (python_calls, ratio) in LIMITS.items():
+        row, memory = found[variant], found["memory_clip" if variant.endswith("_clip") else "memory"]
+        assert row["losses"] == memory["losses"], variant
+        assert row["python_calls"] <= python_calls, variant
+        assert row["torch_calls"] <= ratio * memory["torch_calls"], variant
