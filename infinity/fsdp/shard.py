@@ -1,9 +1,9 @@
 """Paged shard: a tensor that has a shape, a dtype and a device, but no storage.
 
 FSDP2 obtains the all-gather input of a shard from `fsdp_pre_all_gather`, which returns another tensor without storage.
-When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are read one by one, directly into the
-buffer. A shard may therefore span any number of pages, needs no intermediate buffer, and holds a cache slot only while
-its bytes are copied. All other operations behave as described for `PagedTensor`.
+When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are copied directly into the buffer. A shard
+may therefore span any number of pages, and needs no intermediate buffer. All other operations behave as described for
+`PagedTensor`.
 """
 
 from __future__ import annotations
