@@ -95,6 +95,7 @@ class DevicePages:
             grads: result of `begin`.
 
         Raises:
+            torch.OutOfMemoryError: if the GPU has too little memory even when no other batch is on it.
             StallError: if the GPU does not respond.
             Exception: the first error of the run, if the run has already failed.
         """
@@ -107,7 +108,7 @@ class DevicePages:
         coming, update = self._device.stream("in"), self._device.stream("update")
         joined = batch.joined
         with self._device.on(coming):
-            memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=self._device.name)
+            memory = self._allocate(joined.nbytes)
         there: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._back = [], []
         parts = memory.split_with_sizes(joined.sizes)
@@ -127,6 +128,14 @@ class DevicePages:
         self._device.record_event(coming).before(update)
         self._device.keep(memory, update)
         return self.ranges(batch, [(page, memory[begin:end]) for page, begin, end in joined.pages], grads)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.name)
+        except torch.OutOfMemoryError:  # the allocator reuses the memory of earlier batches when they have finished
+            while self._batches:
+                self._pager.wait_for_device(self._batches.popleft(), "update pages")
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.name)
 
     def ranges(
         self, batch: JoinedBatch, pages: Sequence[tuple[Page, Content]], grads: Slices | None

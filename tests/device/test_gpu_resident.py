@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,4 +205,26 @@ def test_out_of_memory_disables_gpu_resident_pages(
     assert len(built) == 3
     assert found.gpu_resident == 0
     assert "reduce memory.device_bytes" in caplog.text
+    assert differences(expected, found) == []
+
+
+def test_update_waits_for_earlier_batches_if_memory_is_insufficient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator can only reuse the memory of a batch when the device has finished with it."""
+    empty, failed = torch.empty, []
+
+    def limited(*sizes: Any, **settings: Any) -> torch.Tensor:
+        if settings.get("dtype") is torch.uint8 and threading.current_thread().name.startswith("infinity-update"):
+            failed.append(len(failed) % 3 == 1)
+            if failed[-1]:
+                raise torch.OutOfMemoryError("out of memory")
+        return empty(*sizes, **settings)
+
+    recipe = Recipe(model="toy")
+    expected = train.in_memory(recipe)
+    monkeypatch.setattr(torch, "empty", limited)
+    with simulation("order-updates"):
+        found = train.paged(recipe, Paging(host_cache="least"), tmp_path)
+    assert any(failed)
     assert differences(expected, found) == []
