@@ -180,7 +180,7 @@ class Pager:
         # cache slot.
         interrupts.begin()
         try:
-            planned = self._acquire(uses, planned=planned)
+            cursor = self._acquire(uses, planned=planned)
         except BaseException:
             interrupts.end()
             raise
@@ -188,7 +188,7 @@ class Pager:
             interrupts.end()
             yield self._contents(uses)
         finally:
-            self._release(uses, planned=planned, device_event=copies() if copies else None)
+            self._release(uses, cursor, copies() if copies else None)
 
     def reservation(
         self,
@@ -467,8 +467,8 @@ class Pager:
 
     # Accesses and reservations #
 
-    def _acquire(self, uses: Access, *, planned: bool) -> bool:
-        """Acquire pages for the training thread. Return ``True`` if the access follows the plan."""
+    def _acquire(self, uses: Access, *, planned: bool) -> Cursor | None:
+        """Acquire pages for the training thread. Return the cursor if the access follows the plan."""
         with self.transfers.lock:
             self.transfers.check()
             cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
@@ -482,13 +482,14 @@ class Pager:
                 if state.reservations:
                     self.transfers.wait(lambda state=state: not state.reservations, "update", use.page)  # type: ignore[misc]
             self._holder(uses).acquire(uses, threaded=False)
-            return cursor is not None
+            return cursor
 
-    def _release(self, uses: Access, *, planned: bool, device_event: DeviceEvent | None) -> None:
+    def _release(self, uses: Access, cursor: Cursor | None, device_event: DeviceEvent | None) -> None:
         with self.transfers.lock:
             self._holder(uses).release(uses, device_event)
-            cursor = self._cursor if planned else None
-            self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
+            # After an interrupt, a gather may end only when another step has begun
+            followed = cursor is not None and cursor is self._cursor
+            self._end(uses, cursor, cursor.take(uses) if followed and cursor is not None else None)
             if self._waiting:
                 self.transfers.lock.notify_all()
 

@@ -243,7 +243,7 @@ def test_ctrl_c_during_acquire_releases_pages_and_lock(tmp_path: Path, monkeypat
     model, optimizer = paged(tmp_path, "after_backward", storage={"timeout_seconds": 10})
     with optimizer:
         losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
-        for at in (1, 2, 5):
+        for at in (1, 2, 3):
             with monkeypatch.context() as patch:
                 patch.setattr(Cache, "acquire", interrupt_at_call(Cache.acquire, at))
                 with pytest.raises(KeyboardInterrupt):
@@ -391,17 +391,6 @@ def test_ctrl_c_during_the_preparation_of_the_first_forward_is_deferred(
             with pytest.raises(KeyboardInterrupt):
                 models.loss_of(model, batch(model, 0))
         assert train(model, optimizer, STEPS) == in_memory()
-
-
-def test_ctrl_c_in_a_gather_does_not_disable_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without deferral, Ctrl-C within `torch.no_grad().__exit__` leaves gradients disabled."""
-    model, optimizer = paged(tmp_path, "after_backward")
-    with optimizer:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.no_grad, "__exit__", interrupt_at_call(torch.no_grad.__exit__))
-            with pytest.raises(KeyboardInterrupt):
-                models.loss_of(model, batch(model, 0))
-        assert torch.is_grad_enabled()
 
 
 def interrupt_backward(model: Any, optimizer: Any, number: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
