@@ -187,7 +187,7 @@ class Segment:
 
     @cached_property
     def range_pages(self) -> tuple[tuple[Page, ...], ...]:
-        """All pages of each range, first those of gradients, then those of the update, and then those of weights."""
+        """All pages of each range: pages of gradients, then pages of the update, and then pages of weights."""
         groups = (*self.grad_pages, self.update_pages, self.param_pages)
         return tuple(
             tuple(page for pages in groups for page, _, _ in overlapping(pages, item.start, item.stop))

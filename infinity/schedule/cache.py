@@ -252,7 +252,7 @@ class Cache:
                     self._observer.spared(self._cache_slots.nbytes(use.page))
 
     def release_claims(self, uses: Iterable[Use], kept: Container[int] = ()) -> None:
-        """Release the claims of uses that leave the window, except those of pages that the plan keeps."""
+        """Release the claims of uses that leave the window. Pages in `kept` keep their claims."""
         for use in uses:
             if use.page not in kept:
                 state = self._cache_slots.pages[use.page]
