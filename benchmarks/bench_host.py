@@ -2,8 +2,8 @@
 
 On a GPU, a step of infinity is as fast as in memory only if one Python interpreter can launch both. This benchmark
 counts the Python functions that one step calls on all threads, and the functions of torch that it calls, for an 8-layer
-Llama whose state has 613 update pages (64 KiB). The GPU is a stand-in: tensors are in host memory, events complete
-immediately, and its own functions do not count. Counts do not depend on the machine, and `make test` asserts limits
+Llama whose state has 613 update pages (64 KiB). The GPU is a stand-in: tensors are in host memory, and events complete
+immediately. Functions of the stand-in do not count. Counts do not depend on the machine, and `make test` asserts limits
 (`LIMITS`). The variants are:
 
 - `memory`: FSDP2 and the optimizer of torch, with all state in memory. With clipping: `memory_clip`.
@@ -141,6 +141,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.python = self.torch = 0
+        self._active = False
         self._lock = threading.Lock()
         threading.setprofile(self._called)
 
@@ -155,8 +156,6 @@ class Counter:
         finally:
             self._active = False
             sys.setprofile(None)
-
-    _active = False
 
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
         if not self._active or frame.f_code.co_filename == __file__:

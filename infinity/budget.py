@@ -54,9 +54,8 @@ weights saves as much traffic as one for activations, so a larger part has no ad
 _BATCH_PART: Final = 16
 """Size of the host cache relative to a batch, so that batches leave room for resident pages."""
 _LARGEST_BATCH: Final = 128 * MIB
-"""Maximum size of a batch: copying it to a GPU takes about 2 ms, much longer than its Python code.
-"""
-BATCHES: Final = 2
+"""Maximum size of a batch. Copying it to a GPU at 50 GB/s takes 2.7 ms, much longer than its Python code."""
+BATCHES_ON_DEVICE: Final = 2
 """Number of batches whose pages are on the device at the same time: one is computed while the pages of the other are
 copied.
 """
@@ -133,6 +132,8 @@ def choose_budget(
             raise BudgetError(_explain(layout, host_bytes, least, other_bytes, activations))
         cache_slots = min(cache_slots, len(layout.pages))
         batch_pages = min(cache_slots // _BATCH_PART, _LARGEST_BATCH // layout.page_bytes)
+        if cache_slots < len(layout.pages):  # three threads may hold a batch each, in addition to the widest access
+            batch_pages = min(batch_pages, max(1, (cache_slots - least) // 3))
         return Budget(replace(layout, batch_pages=batch_pages), cache_slots, of_activations)
 
     budget = divide(fits=True)
@@ -272,9 +273,9 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 def device_update_bytes(layout: Layout) -> int:
     """Return the maximum device memory, in bytes, that updates use.
 
-    It consists of the pages of `BATCHES` batches, and the temporaries of one optimizer call.
+    It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call.
     """
-    return (BATCHES + 1) * max(layout.batch_pages, widest_access(layout)) * layout.page_bytes
+    return (BATCHES_ON_DEVICE + 1) * max(layout.batch_pages, widest_access(layout)) * layout.page_bytes
 
 
 def widest_access(layout: Layout) -> int:

@@ -209,7 +209,8 @@ class Layout:
         shards: Shards, grouped by FSDP module, in all-gather order within each.
         pages: Pages by index.
         page_bytes: Maximum size of a page, in bytes.
-        batch_pages: Maximum number of pages in a batch, except batches of a single range.
+        batch_pages: Maximum number of pages in a batch. A single range of an update may have more pages, and a gather
+            or a stored gradient uses at least one page, with all of its components.
     """
 
     fsdp_modules: tuple[FSDPModuleSpec, ...]
@@ -288,15 +289,15 @@ class Layout:
         )
 
     @cached_property
-    def fsdp_module_batches(self) -> tuple[tuple[Batch, ...], ...]:
+    def fsdp_module_batches(self) -> tuple[tuple[RangeBatch, ...], ...]:
         """Batches of every FSDP module: consecutive ranges whose pages an update holds at the same time.
 
         A range that needs full parameters is a batch of its own.
         """
         return tuple(tuple(self._batches(ranges)) for ranges in self.fsdp_module_ranges)
 
-    def _batches(self, ranges: Batch) -> Iterator[Batch]:
-        begin = last = 0  # of the batch: its first range, and the last place where no page is cut; 0 if there is none
+    def _batches(self, ranges: RangeBatch) -> Iterator[RangeBatch]:
+        begin = last = 0  # first range of the batch, and the last range so far that shares no page with earlier ones
         held: set[int] = set()
         for number, (segment, position) in enumerate(ranges):
             pages = {page.index for page in segment.range_pages[position]}
@@ -362,7 +363,7 @@ class Layout:
         return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
-Batch = tuple[tuple[Segment, int], ...]
+RangeBatch = tuple[tuple[Segment, int], ...]
 """Consecutive ranges that are updated together, as (segment, position of the range)."""
 _START = attrgetter("start")
 

@@ -208,7 +208,7 @@ class _Number:
 
 
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
-    """Bind an in-place operation to a snapshot of its numeric arguments."""
+    """Bind an in-place operation to a snapshot of its arguments, which are numbers and tensors with one element."""
     numbers = {key: _Number(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
     given = [_Number(value) if isinstance(value, torch.Tensor) else value for value in args]
 

@@ -62,9 +62,9 @@ class PagedShard(PagedTensor):
 
     handle: ShardHandle
 
-    # FSDP2 looks this up three times per gather of a shard, so the property has no Python code
+    # Function that returns the all-gather input to FSDP2: this slice in the compute dtype, padded. FSDP2 looks it up
+    # three times per gather, so the property has no Python code.
     fsdp_pre_all_gather = property(attrgetter("handle.pre_all_gather"))
-    """Function that returns the all-gather input to FSDP2: this slice in the compute dtype, padded."""
 
     def fsdp_post_all_gather(
         self,
@@ -82,8 +82,7 @@ class PagedShard(PagedTensor):
 class _PreAllGather:
     """Return the all-gather input of a shard.
 
-    FSDP2 inspects the signature in every gather of every parameter, which takes longer than the call itself unless the
-    callable is an object with a signature.
+    FSDP2 inspects the signature in every gather of every parameter. `__signature__` avoids building it each time.
     """
 
     def __init__(self, handle: ShardHandle) -> None:

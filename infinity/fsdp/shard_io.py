@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -22,7 +22,6 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
-from infinity.schedule.tier import fsdp_module_bytes
 from infinity.schedule.trace import Mode, Use, gather_accesses
 from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
@@ -62,8 +61,12 @@ class _Gather:
     def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int) -> None:
         self._layout, self._device, self._opened = layout, device, opened
         self.fsdp_module = fsdp_module
-        self.nbytes = fsdp_module_bytes(layout, fsdp_module)
-        """Bytes of the weights."""
+        self._nbytes = Counter[int]()  # bytes of the weights by shard, padding included
+        for batch in layout.fsdp_module_gathers[fsdp_module]:
+            for part in batch:
+                self._nbytes[part.shard] += part.nbytes
+        self.nbytes = self._nbytes.total()
+        """Bytes of all weights."""
         self._accesses = [*gather_accesses(layout, fsdp_module)]
         self.planned = False
         """Whether the gather in progress belongs to a training step."""
@@ -81,6 +84,7 @@ class _Gather:
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the weights of a shard, padding included, on the current stream."""
+        assert destination.nbytes == self._nbytes[shard], "the all-gather input has a different dtype"
         if self._prefetched:
             self._opened.gpu_prefetcher.copy_out(shard, destination)
             return
@@ -109,9 +113,13 @@ class _Gather:
 
     def release(self) -> None:
         """Release the pages that are held."""
-        held, self._held, self._batch, self._contents = self._held, None, -1, {}
-        if held is not None:
-            held.__exit__(None, None, None)
+        if self._held is not None:
+            interrupts.begin()  # after an interrupt, the pages would stay pinned
+            try:
+                held, self._held, self._batch, self._contents = self._held, None, -1, {}
+                held.__exit__(None, None, None)
+            finally:
+                interrupts.end()
 
 
 class ShardIO:
@@ -192,7 +200,11 @@ class ShardIO:
         try:
             if gather is None or gather.fsdp_module != fsdp_module or shard == shards[0]:
                 gather = self._begin_gather(fsdp_module)
-            gather.copy(shard, destination)
+            if torch_private.profiler_is_on():
+                with record_function(f"infinity::gather ({self._layout.shards[shard].spec.name})"):
+                    gather.copy(shard, destination)
+            else:
+                gather.copy(shard, destination)
             if shard == shards[-1]:
                 self._end_gather(gather)
         except BaseException:
@@ -202,8 +214,7 @@ class ShardIO:
     def _begin_gather(self, fsdp_module: int) -> _Gather:
         self._drop_gather()
         opened, name = self._opened, self._layout.fsdp_modules[fsdp_module].name
-        shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
-        with opened.ledger.part("python", name, name="gather"), shown:
+        with opened.ledger.part("python", name, name="gather"):
             planned = opened.listener.gathering(fsdp_module)
         if fsdp_module not in self._gathers:
             self._gathers[fsdp_module] = _Gather(self._layout, self._device, opened, fsdp_module)

@@ -30,7 +30,7 @@ from infinity.schedule.trace import Event, gather_accesses
 from infinity.schedule.update_schedule import UpdateSchedule
 
 
-class _Batch(NamedTuple):
+class _WeightBatch(NamedTuple):
     """Weights whose pages are held at the same time."""
 
     reservation: Reservation
@@ -120,17 +120,17 @@ class GpuPrefetcher:
         slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._batches(fsdp_module))
         slot.used = None
 
-    def _batches(self, fsdp_module: int) -> deque[_Batch]:
+    def _batches(self, fsdp_module: int) -> deque[_WeightBatch]:
         """Reserve the pages of an FSDP module, batch by batch."""
         device_event = partial(self._device.record_event, self._device.stream("stage"))
         return deque(
-            _Batch(self._pager.reservation(access, threaded=True, copies=device_event, ahead=True), parts)
+            _WeightBatch(self._pager.reservation(access, threaded=True, copies=device_event, ahead=True), parts)
             for access, parts in zip(
                 gather_accesses(self._layout, fsdp_module), self._layout.fsdp_module_gathers[fsdp_module], strict=True
             )
         )
 
-    def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_Batch]) -> DeviceEvent:
+    def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_WeightBatch]) -> DeviceEvent:
         """Issue all copies into the memory of a slot, and return the event that follows. Runs in the prefetch thread.
 
         Args:
@@ -144,7 +144,7 @@ class GpuPrefetcher:
             self._pager.fail(error)  # the remaining reservations are never returned, so no thread may wait for them
             raise
 
-    def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_Batch]) -> DeviceEvent:
+    def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_WeightBatch]) -> DeviceEvent:
         stream = self._device.stream("stage")
         if used is not None:
             used.before(stream)

@@ -3,8 +3,9 @@
 [Note: updates on the device] The pages of a batch are copied to the GPU, updated there by the same code as in host
 memory, and copied back. Each of these operations has its own stream, so that one batch is copied while the previous one
 is updated. On the GPU, consecutive pages of the same kind are joined into one page, so that the optimizer updates each
-parameter of the batch in one piece. A page reservation ends with the event after the copies back, so that a cache slot
-is not used before it holds the result of the update. Pages of GPU-resident FSDP modules are updated in place.
+parameter of the batch in one piece. When a reservation ends, its pages stay pinned until the device has passed the
+event after the copies back, so that a cache slot is not used before it holds the result of the update. Pages of GPU-
+resident FSDP modules are updated in place.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from infinity.budget import BATCHES
+from infinity.budget import BATCHES_ON_DEVICE
 from infinity.content.joined import JoinedPages
-from infinity.content.layout import Batch, Layout, Page, Range
+from infinity.content.layout import Layout, Page, Range, RangeBatch
 from infinity.content.views import Content, bytes_of
 from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.fetch import Slices
@@ -39,7 +40,7 @@ class JoinedBatch:
             cache slots.
     """
 
-    def __init__(self, layout: Layout, batch: Batch, access: Access) -> None:
+    def __init__(self, layout: Layout, batch: RangeBatch, access: Access) -> None:
         self.joined = JoinedPages(layout, [layout.pages[use.page] for use in access])
         self.modes = {use.page: use.mode for use in access}
         self.slots: list[tuple[Content, torch.Tensor] | None] = [None] * len(self.joined.arrays)
@@ -99,12 +100,12 @@ class DevicePages:
             StallError: if the GPU does not respond.
             Exception: the first error of the run, if the run has already failed.
         """
-        while len(self._batches) >= BATCHES:
+        while len(self._batches) >= BATCHES_ON_DEVICE:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
         page, content = next(iter(held.items()))
         if not isinstance(content, memoryview):
-            return self.ranges(batch, self._pager.joined_pages(self._layout.pages[page].fsdp_module), grads)
+            return self._ranges(batch, self._pager.joined_pages(self._layout.pages[page].fsdp_module), grads)
         coming, update = self._device.stream("in"), self._device.stream("update")
         joined = batch.joined
         with self._device.on(coming):
@@ -127,7 +128,7 @@ class DevicePages:
         self._device.copy_all(*there, coming)
         self._device.record_event(coming).before(update)
         self._device.keep(memory, update)
-        return self.ranges(batch, [(page, memory[begin:end]) for page, begin, end in joined.pages], grads)
+        return self._ranges(batch, [(page, memory[begin:end]) for page, begin, end in joined.pages], grads)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
@@ -137,7 +138,7 @@ class DevicePages:
                 self._pager.wait_for_device(self._batches.popleft(), "update pages")
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.name)
 
-    def ranges(
+    def _ranges(
         self, batch: JoinedBatch, pages: Sequence[tuple[Page, Content]], grads: Slices | None
     ) -> list[RangePages]:
         """Return the ranges of a batch whose joined pages are on the GPU. The pages may extend beyond the batch."""

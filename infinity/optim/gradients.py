@@ -526,11 +526,8 @@ class Gradients:
 
         If gradients were `added`, all components are assumed to be needed.
         """
-        pages = [
-            self._layout.pages[use.page]
-            for access in store_gradient_accesses(self._layout, fsdp_module, stored=0, components=1)
-            for use in access
-        ]
+        segments = [self._layout.segments[index] for index in self._layout.fsdp_module_segments[fsdp_module]]
+        pages = [page for segment in segments for first in segment.grad_pages[:1] for page in first]
         divided = [
             part
             for page in pages

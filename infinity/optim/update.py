@@ -76,7 +76,7 @@ class RangePages:
     ) -> None:
         self.segment, self.item, self.grads = segment, item, grads
         self._layout, self._held = layout, held
-        self._page_of: dict[str, tuple[int, int, torch.Tensor]] = {}  # last results of `_whole`, by section
+        self._found: dict[str, tuple[int, int, torch.Tensor]] = {}  # last results of `_section_in_page`, by section
 
     @classmethod
     def of(
@@ -89,12 +89,12 @@ class RangePages:
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""
-        if (page := self._page_of.get(name)) is None or not page[0] <= start < page[1]:
-            page = self._page_of[name] = self._whole(name, start)
+        if (page := self._found.get(name)) is None or not page[0] <= start < page[1]:
+            page = self._found[name] = self._section_in_page(name, start)
         first, _, values = page
         return values[start - first : stop - first]
 
-    def _whole(self, name: str, start: int) -> tuple[int, int, torch.Tensor]:
+    def _section_in_page(self, name: str, start: int) -> tuple[int, int, torch.Tensor]:
         """Return the section in the page with element `start`, with the first element and the one after the last."""
         (component,) = self.segment.format.components[name]
         for page, content in self._held:

@@ -28,7 +28,7 @@ import torch
 from torch.profiler import record_function
 
 from infinity import interrupts
-from infinity.content.layout import Batch, Layout
+from infinity.content.layout import Layout, RangeBatch
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device, DeviceEvent
@@ -54,10 +54,10 @@ more temporary memory.
 """
 
 
-class _Batch(NamedTuple):
+class _UpdateBatch(NamedTuple):
     """A batch of ranges that are updated together."""
 
-    ranges: Batch
+    ranges: RangeBatch
     access: Access
     joined: JoinedBatch | None
     """Arrangement of the batch on the GPU; ``None`` if it is updated on the CPU."""
@@ -106,7 +106,7 @@ class Updates:
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
-        self._batches: dict[tuple[int, int], Sequence[_Batch]] = {}
+        self._batches: dict[tuple[int, int], Sequence[_UpdateBatch]] = {}
         """Results of `_batches_of`. They are the same in every step."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
@@ -279,12 +279,12 @@ class Updates:
             if job is not None:
                 self._submitted.append(job)
 
-    def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_Batch]:
+    def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_UpdateBatch]:
         if (key := (fsdp_module, components)) not in self._batches:
             on_device, ranges = self._device_pages is not None, self._layout.fsdp_module_batches[fsdp_module]
             accesses = update_accesses(self._layout, fsdp_module, components=components)
             self._batches[key] = [
-                _Batch(batch, access, JoinedBatch(self._layout, batch, access) if on_device else None)
+                _UpdateBatch(batch, access, JoinedBatch(self._layout, batch, access) if on_device else None)
                 for batch, access in zip(ranges, accesses, strict=True)
             ]
         return self._batches[key]
@@ -295,7 +295,7 @@ class Updates:
             return None  # any later use of GPU-resident pages waits for the update stream
         return self._device_pages.record_event
 
-    def _update(self, update: Update, batches: Sequence[_Batch], reservations: Sequence[Reservation]) -> None:
+    def _update(self, update: Update, batches: Sequence[_UpdateBatch], reservations: Sequence[Reservation]) -> None:
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
             self._update_batches(update, batches, reservations)
         update.grads = None
@@ -306,7 +306,9 @@ class Updates:
         self.scalars.update(update.after)
         self.elements += update.elements
 
-    def _update_batches(self, update: Update, batches: Sequence[_Batch], reservations: Sequence[Reservation]) -> None:
+    def _update_batches(
+        self, update: Update, batches: Sequence[_UpdateBatch], reservations: Sequence[Reservation]
+    ) -> None:
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:

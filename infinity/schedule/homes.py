@@ -34,8 +34,8 @@ class GpuResidentMemory:
         joined = JoinedPages(layout, pages)
         self.memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=device.name)
         """Bytes of all pages."""
-        self.used = device.record_event(device.current())
-        """Event recorded after all work on the memory so far."""
+        self.used = dict.fromkeys((page.index for page in pages), device.record_event(device.current()))
+        """Event recorded after all work on each page so far."""
         self.newer: set[int] = set()
         """Pages whose content is newer than in the host cache and in the store."""
         self.arrays: dict[int, dict[int, torch.Tensor]] = {page.index: {} for page in pages}
@@ -50,9 +50,9 @@ class GpuResidentMemory:
 class GpuResidentPages:
     """Provides the pages of *GPU-resident* FSDP modules, as `Cache` provides all other pages.
 
-    Pages of weights, master and moments occupy device memory as long as their FSDP module is GPU-resident. Pages of
-    gradients occupy it from their first write until they are consumed or discarded. The caller of every method except
-    `contents` and `build` must hold the lock of `Transfers`. The methods may queue work on the device.
+    Pages of weights, master and moments occupy device memory as long as their FSDP module is GPU-resident. The pages of
+    one gradient component share an allocation, from the first write until all of them are consumed. The caller of every
+    method except `contents` and `build` must hold the lock of `Transfers`. The methods may queue work on the device.
     """
 
     def __init__(self, layout: Layout, device: Device, observer: Ledger) -> None:
@@ -84,16 +84,17 @@ class GpuResidentPages:
         for use in uses:
             if use.page not in self._memory:  # a page of gradients that is about to be written
                 others = self._gradient_pages(self._layout.pages[use.page])
-                self._memory |= self.build([page for page in others if page.index not in self._memory])
+                assert not any(page.index in self._memory for page in others)  # updates consume all of them
+                self._memory |= self.build(others)
         stream = self._device.current()
+        for device_event in dict.fromkeys(self._memory[page].used[page] for page, _ in uses):
+            device_event.before(stream)
         for memory in self._memory_of(uses):
-            memory.used.before(stream)
             self._device.keep(memory.memory, stream)
         return [self._memory[use.page].arrays[use.page] for use in uses]
 
     def _memory_of(self, uses: Access) -> list[GpuResidentMemory]:
-        # A page is missing if an access that was acquired later has already consumed it
-        return [*dict.fromkeys(self._memory[page] for page, _ in uses if page in self._memory)]
+        return [*dict.fromkeys(self._memory[page] for page, _ in uses)]
 
     def joined(self, fsdp_module: int) -> list[tuple[Page, Content]]:
         """Return the joined pages of an FSDP module with their bytes. Call `contents` before."""
@@ -107,12 +108,14 @@ class GpuResidentPages:
                 current stream of the calling thread.
         """
         device_event = device_event or self._device.record_event(self._device.current())
-        for memory in self._memory_of(uses):
-            memory.used = device_event
-            memory.newer.update([page for page, mode in uses if mode.modifies and page in memory.arrays])
         for page, mode in uses:
-            if mode is Mode.CONSUME:
-                self.discard(page)
+            memory = self._memory.get(page)  # None if an access that was acquired later has already consumed the page
+            if memory is not None:
+                memory.used[page] = device_event
+                if mode.modifies:
+                    memory.newer.add(page)
+                elif mode is Mode.CONSUME:
+                    self.discard(page)
 
     release_reservation = release
 

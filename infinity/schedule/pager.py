@@ -392,14 +392,12 @@ class Pager:
             with self.access(uses, planned=False, copies=partial(self._device.record_event, stream)) as contents:
                 for page, content in zip(together, contents, strict=True):
                     self._device.copy_all(*_copies(coming[page].arrays[page], content), stream)
+                    self._device.keep(coming[page].memory, stream)
         device_event = self._device.record_event(stream)
         for page, whole in coming.items():
-            whole.used = device_event
+            whole.used[page] = device_event
             if page in stored:
                 whole.newer.add(page)
-        for each in (memory, stored):
-            for whole in dict.fromkeys(each.values()):
-                self._device.keep(whole.memory, stream)
         with self.transfers.lock:
             self._gpu_resident_pages.add(fsdp_module, coming)
 
@@ -412,11 +410,11 @@ class Pager:
             with self.transfers.lock:
                 self._cache.acquire(uses, threaded=False)
             try:
-                memory.used.before(back)
+                memory.used[page].before(back)
                 there, here = _copies(memory.arrays[page], self._cache_slots.pages[page].content)
                 self._device.copy_all(here, there, back)
                 self._device.keep(memory.memory, back)
-                memory.used = self._device.record_event(back)
+                memory.used[page] = self._device.record_event(back)
                 memory.newer.discard(page)
             except Exception as error:
                 # The cache slot has no valid content. Failing here keeps the page pinned and stops all writes, so that
@@ -424,7 +422,7 @@ class Pager:
                 self.fail(error)
                 raise
             with self.transfers.lock:
-                self._cache.release(uses, memory.used)
+                self._cache.release(uses, memory.used[page])
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that will not be read again. Raises the same exceptions as `access`."""

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from infinity.content.format import Role
-from infinity.content.layout import Batch, Layout, Segment, overlapping
+from infinity.content.layout import Layout, RangeBatch, Segment, overlapping
 
 
 class EventKind(Enum):
@@ -85,7 +85,7 @@ def gather_accesses(layout: Layout, fsdp_module: int) -> Iterator[Access]:
 
 
 def is_gather(access: Access, layout: Layout) -> bool:
-    """Return whether an access belongs to a gather. All other accesses to weights modify them."""
+    """Return whether an access belongs to a gather, which only reads PARAM pages. Other accesses modify weights."""
     page, mode = access[0]
     return mode is Mode.READ and layout.pages[page].role is Role.PARAM
 
@@ -120,7 +120,7 @@ def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) ->
         yield batch_access(batch, components=components)
 
 
-def batch_access(batch: Batch, *, components: int = 0) -> Access:
+def batch_access(batch: RangeBatch, *, components: int = 0) -> Access:
     """Return the access to the pages that the update of a batch needs.
 
     Args:

@@ -232,7 +232,8 @@ def benches_and_plans(draw: st.DrawFn) -> tuple[Layout, Plan]:
     update_schedule = replace(drawn, in_forward=frozenset())  # the first step has no gradients of a previous step
     trace = expand(events, layout, update_schedule)
     assume(trace)
-    least = least_cache_slots(max(len(access) for access in trace))
+    # Another thread may hold a batch at the same time, for which `choose_budget` leaves room
+    least = least_cache_slots(max(len(access) for access in trace)) + layout.batch_pages
     return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
 
 

@@ -23,7 +23,7 @@ PREDICTED = tuple(name for name in models.MODELS if name not in UNPREDICTED and 
 QUICK = ("llama", "loose", "lora-reentrant", "upper-layers", "tied-frozen")
 """Models that differ in their FSDP modules, or in which of them have gradients."""
 ON_TWO = ("upper-layers",)
-MISS_LIMIT = 0.2
+MISS_LIMIT = 0.4
 """Maximum fraction of pages read on demand. Some prefetched pages are needed before a cache slot is free."""
 
 

@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn, *, most: int = 40_000) -> Layout:
                 )
             )
         fsdp_modules.append(FSDPModuleSpec(name=f"u{fsdp_module}", shards=tuple(shards)))
-    return build_layout(fsdp_modules, FORMATS, page_bytes)
+    return replace(build_layout(fsdp_modules, FORMATS, page_bytes), batch_pages=draw(st.integers(0, 8)))
 
 
 @st.composite

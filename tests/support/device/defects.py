@@ -266,17 +266,17 @@ def _resident_without_order(name: str) -> AbstractContextManager[Any]:
 
     def changed(self: Any, *args: Any) -> Any:
         if name == "_send":
-            args[1].used = _Unordered(args[1].used)
+            args[1].used[args[0]] = _Unordered(args[1].used[args[0]])
         found = original(self, *args)
         if name == "_bring":
-            for entry in self._gpu_resident_pages.of(args[0]).values():
-                entry.used = _Unordered(entry.used)
+            for page, entry in self._gpu_resident_pages.of(args[0]).items():
+                entry.used[page] = _Unordered(entry.used[page])
         return found
 
     def contents(self: Any, uses: Any) -> Any:
         for use in uses:
             if entry := self._memory.get(use.page):
-                entry.used = _Unordered(entry.used)
+                entry.used[use.page] = _Unordered(entry.used[use.page])
         return original(self, uses)
 
     return patch.object(owner, name, contents if name == "contents" else changed)
