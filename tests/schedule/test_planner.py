@@ -178,7 +178,7 @@ def bytes_reused_within_the_window(
             if position >= len(plan.trace):
                 here = len(frozenset().union(*streams[before + 1 : position + 1])) <= plan.streaming_cache_slots
                 again = before >= len(plan.trace) and event_of[before - len(plan.trace)] == event
-                found += (here - again) * layout.pages[page].nbytes
+                found += (here and not again) * layout.pages[page].nbytes
     return found
 
 
