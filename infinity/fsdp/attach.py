@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from infinity import torch_private
+from infinity import interrupts, torch_private
 from infinity.errors import UnsupportedError
 from infinity.fsdp.conversions import check_conversions
 from infinity.fsdp.gradient import PagedGradient
@@ -77,11 +77,15 @@ class Attachment:
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
-                local = torch_private.local_gradient(parameter) if parameter.grad is not None else None
-                gradient = listener.gradient_arrived(index, local)
-                if gradient is not None and local is not None:
-                    paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
-                    parameter.grad = torch_private.sharded_gradient(param, paged)
+                interrupts.begin()  # an interrupt in `no_grad` would leave gradients disabled
+                try:
+                    local = torch_private.local_gradient(parameter) if parameter.grad is not None else None
+                    gradient = listener.gradient_arrived(index, local)
+                    if gradient is not None and local is not None:
+                        paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
+                        parameter.grad = torch_private.sharded_gradient(param, paged)
+                finally:
+                    interrupts.end()
 
             undo.callback(torch_private.on_gradient(current, arrived).remove)
 
