@@ -19,7 +19,7 @@ GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 SOURCES := $(CURDIR):$(CURDIR)/tools:$(CURDIR)/daemon:$(CURDIR)/tests
 
 # Unit tests that start no processes, for `make quick`.
-QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
+QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py \
   tests/store/test_stripe_weights.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
   tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py

@@ -1,11 +1,14 @@
-"""Fixture that runs every command test in an empty folder."""
+"""Fixtures of command tests: an empty folder, and trials in processes that start quickly."""
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from support.processes import fork_server
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +19,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the trials of `infinity tune` in a process of `fork_server` instead of a new Python process."""
+    context = fork_server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)

@@ -49,34 +49,23 @@ ALPACA += "### Instruction:\na sea\n\n### Response:\n"
 PAIRED = ALPACA.replace("task.", "task, paired with an input that provides further context.").replace(
     "a sea\n\n", "a\n\n### Input:\nsea\n\n"
 )
-SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+SYSTEM, REJECTED = message("system", "be"), [message("assistant", "no")]
+SHARED = [{"from": "human", "value": "a sea"}, {"from": "gpt", "value": "the ship"}]
+PAIR = {"prompt": ASKED, "completion": ANSWERED}
+CHOICE = {"prompt": ASKED, "chosen": ANSWERED, "rejected": REJECTED}
+SHARED_CHOICE = {"chosen": SHARED[1], "rejected": {"from": "gpt", "value": "no"}}
+Rows = dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+"""Rows by shape, with the row that TRL receives if the tokenizer has a chat template, and if it has none."""
+SFT: Rows = {
     "text": ({"text": "a sea", "id": "7"}, {"text": "a sea"}, {"text": "a sea"}),
     "only text column": ({"story": "a sea", "id": 7}, {"text": "a sea"}, {"text": "a sea"}),
     "chat": ({"messages": CHAT, "tools": "[]"}, {"messages": CHAT, "tools": "[]"}, {}),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "a sea"}, {"from": "gpt", "value": "the ship"}], "id": "7"},
-        {"messages": CHAT},
-        {},
-    ),
-    "ShareGPT with a system message": (
-        {"conversations": [{"from": "human", "value": "a sea"}, {"from": "gpt", "value": "the ship"}], "system": "be"},
-        {"messages": [message("system", "be"), *CHAT]},
-        {},
-    ),
-    "chat with a system message": (
-        {"messages": CHAT, "system": "be"},
-        {"messages": [message("system", "be"), *CHAT]},
-        {},
-    ),
-    "prompt and completion": (
-        {"prompt": "a sea", "completion": "the ship"},
-        {"prompt": "a sea", "completion": "the ship"},
-        {"prompt": "a sea", "completion": "the ship"},
-    ),
+    "ShareGPT": ({"conversations": SHARED, "id": "7"}, {"messages": CHAT}, {}),
+    "ShareGPT with a system message": ({"conversations": SHARED, "system": "be"}, {"messages": [SYSTEM, *CHAT]}, {}),
+    "chat with a system message": ({"messages": CHAT, "system": "be"}, {"messages": [SYSTEM, *CHAT]}, {}),
+    "prompt and completion": ({"prompt": "a sea", "completion": "the ship"},) * 3,
     "Alpaca": (
-        {"instruction": "a sea", "input": "", "output": "the ship"},
-        {"prompt": ASKED, "completion": ANSWERED},
-        {"prompt": ALPACA, "completion": "the ship"},
+        {"instruction": "a sea", "input": "", "output": "the ship"}, PAIR, {"prompt": ALPACA, "completion": "the ship"}
     ),
     "Dolly": (
         {"instruction": "a", "context": "sea", "response": "the ship", "category": "qa"},
@@ -89,64 +78,42 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"prompt": PAIRED, "completion": "the ship"},
     ),
     "question and answer": (
-        {"question": "a sea", "answer": "the ship"},
-        {"prompt": ASKED, "completion": ANSWERED},
-        {"prompt": "a sea\n", "completion": "the ship"},
+        {"question": "a sea", "answer": "the ship"}, PAIR, {"prompt": "a sea\n", "completion": "the ship"}
     ),
     "query and response": (
-        {"query": "a sea", "response": "the ship", "source": "x"},
-        {"prompt": ASKED, "completion": ANSWERED},
+        {"query": "a sea", "response": "the ship", "source": "x"}, PAIR,
         {"prompt": "a sea\n", "completion": "the ship"},
     ),
-}
-"""Rows by shape, with the row that TRL receives if the tokenizer has a chat template, and if it has none."""
-DPO: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+}  # fmt: skip
+DPO: Rows = {
     "texts": (
         {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1},
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        *[{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2,
     ),
     "question": (
-        {"question": "a sea", "chosen": "the ship", "rejected": "no"},
-        {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
+        {"question": "a sea", "chosen": "the ship", "rejected": "no"}, CHOICE,
         {"prompt": "a sea", "chosen": "the ship", "rejected": "no"},
     ),
     "question with a system message": (
         {"system": "be", "question": "a sea", "chosen": "the ship", "rejected": "no"},
-        {"prompt": [message("system", "be"), *ASKED], "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
-        {"prompt": "be\n\na sea", "chosen": "the ship", "rejected": "no"},
+        {**CHOICE, "prompt": [SYSTEM, *ASKED]}, {"prompt": "be\n\na sea", "chosen": "the ship", "rejected": "no"},
     ),
     "ShareGPT": (
-        {
-            "conversations": [{"from": "human", "value": "a sea"}],
-            "system": "be",
-            "chosen": {"from": "gpt", "value": "the ship"},
-            "rejected": {"from": "gpt", "value": "no"},
-        },
-        {"prompt": [message("system", "be"), *ASKED], "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
-        {},
+        {"conversations": SHARED[:1], "system": "be", **SHARED_CHOICE}, {**CHOICE, "prompt": [SYSTEM, *ASKED]}, {}
     ),
-    "prompt with ShareGPT's answers": (
-        {"prompt": "a sea", "chosen": {"from": "gpt", "value": "the ship"}, "rejected": {"from": "gpt", "value": "no"}},
-        {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
-        {},
-    ),
+    "prompt with ShareGPT's answers": ({"prompt": "a sea", **SHARED_CHOICE}, CHOICE, {}),
     "ShareGPT's question with texts": (
-        {"conversations": [{"from": "human", "value": "a sea"}], "chosen": "the ship", "rejected": "no"},
-        {"prompt": ASKED, "chosen": ANSWERED, "rejected": [message("assistant", "no")]},
-        {},
+        {"conversations": SHARED[:1], "chosen": "the ship", "rejected": "no"}, CHOICE, {}
     ),
     "conversations with a system message": (
         {"chosen": CHAT, "rejected": CHAT, "system": "be"},
-        {"chosen": [message("system", "be"), *CHAT], "rejected": [message("system", "be"), *CHAT]},
-        {},
+        {"chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, *CHAT]}, {},
     ),
     "conversations": (
-        {"prompt": "a sea", "chosen": CHAT, "rejected": [*ASKED, message("assistant", "no")]},
-        {"chosen": CHAT, "rejected": [*ASKED, message("assistant", "no")]},
-        {},
+        {"prompt": "a sea", "chosen": CHAT, "rejected": [*ASKED, *REJECTED]},
+        {"chosen": CHAT, "rejected": [*ASKED, *REJECTED]}, {},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "shape"), [("sft", shape) for shape in SFT] + [("dpo", shape) for shape in DPO])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -19,52 +17,46 @@ from typer.testing import CliRunner
 import infinity
 from infinity.errors import ConfigError
 from infinity_daemon.main import app as daemon
-from support.command import SMALL, Finished, environment, run_here, run_ranks
-from support.processes import fork_server
+from support.command import SMALL, Finished, run_here, run_ranks
 
 RUN = "20260101-000000-aaaaaa"
 
 
-@dataclass(frozen=True)
-class Wrong:
+class Wrong(NamedTuple):
     """Command line that must be rejected, and texts that the error must contain."""
 
     words: tuple[str, ...]
     says: tuple[str, ...]
 
 
+def after(*begin: str) -> Callable[..., Wrong]:
+    """Return a function that appends words to a command line; ``''`` is an empty word and `~` a space within a word."""
+
+    def row(line: str, *says: str) -> Wrong:
+        rest = ("" if word == "''" else word.replace("~", " ") for word in line.split(" "))
+        return Wrong((*begin, *rest), says)
+
+    return row
+
+
+TRAIN = (*SMALL, "--max_steps", "1", "--out", "o")
 SMALL_TUNE = (
     "tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB", "--threads", "1",
     "--nvme", "d", "--out", "o",
 )  # fmt: skip
-
-
-def wrong(line: str, *says: str) -> Wrong:
-    """Return a command line; ``''`` is an empty word and `~` a space within a word."""
-    return Wrong(tuple("" if word == "''" else word.replace("~", " ") for word in line.split(" ")), says)
-
-
-def train(line: str, *says: str) -> Wrong:
-    """Return an `infinity train` command line with a small model."""
-    rest = wrong(line, *says)
-    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", *rest.words), says)
-
-
-def tune(line: str, *says: str) -> Wrong:
-    """Return an `infinity tune` command line."""
-    rest = wrong(line, *says)
-    return Wrong((*SMALL_TUNE, "--minutes", "0.1", *rest.words), says)
+PLAN = "plan --parameters 3e8 --layers 8 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100"
+wrong, train, tune, plan = after(), after(*TRAIN), after(*SMALL_TUNE, "--minutes", "0.1"), after(*PLAN.split())
 
 
 def toml(text: str, *says: str) -> Wrong:
     """Return an `infinity train` command line with this settings file."""
-    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
+    return Wrong((*TRAIN, "--config", f"TOML:{text}"), says)
 
 
 def model(content: str | dict[str, object], *says: str) -> Wrong:
     """Return an `infinity train` command line with this config.json."""
     text = content if isinstance(content, str) else json.dumps(content)
-    return Wrong((*SMALL, "--max_steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
+    return Wrong((*TRAIN, "--model", f"JSON:{text}"), says)
 
 
 def deepspeed(text: str, *says: str, words: tuple[str, ...] = ()) -> Wrong:
@@ -84,29 +76,19 @@ NAMES = [
     wrong("trian", "No such command 'trian'", "train"),
     wrong("top now", "now", "infinity top -h"),
     wrong("top --intervall 2", "--intervall", "--interval"),
-    wrong("Train", "No such command 'Train'", "infinity -h"),
     wrong("store lss .", "lss", "Did you mean 'ls'"),
-    wrong("infinityd", "No such command 'infinityd'"),
     wrong("export", "Missing argument", "infinity export -h"),
-    wrong("export .", "--out"),
     wrong("probe", "Missing argument", "infinity probe -h"),
     wrong("store ls", "Missing argument", "infinity store ls -h"),
-    wrong("store rm", "Missing argument", "infinity store rm -h"),
-    wrong("store ls . --yes", "--yes", "infinity store ls -h"),
     train("--max_stepz 4", "--max_stepz", "--max_steps"),
     train("--batch-tokens 4", "--batch_tokens", "--per_device_train_batch_size"),
-    train("-x", "-x"),
     train("more", "'more'", "cannot be read"),
     train("--config", "--config", "argument"),
-    train("--json=yes", "--json", "value"),
     train("--model tinny", "'tinny'", "did you mean tiny?"),
-    train("--model TINY", "'TINY'", "tiny"),
     train("--model https://huggingface.co/gpt2", "not a preset", "tiny"),
     train("--bf16 maybe", "bf16", "maybe"),
     train("--offload.storage.engine iouring", "'iouring'", "did you mean io_uring?"),
-    train("--offload.storage.engine aio", "'aio'", "'threads'"),
     train("--offload.update.schedule inbackward", "'inbackward'", "did you mean in_backward?"),
-    train("--offload.update.schedule never", "'never'", "'after_backward'"),
     train("--offload.state.format fp16", "'fp16'", "'split'"),
     train("--save_strategy never", "'never'"),
     wrong("export c --out x --to gguf", "'gguf'", "safetensors, dcp"),
@@ -119,9 +101,7 @@ NAMES = [
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
     wrong("store rm c", "--ended"),
     wrong(f"store rm {RUN}", "no folders"),
-    wrong("docter", "No such command 'docter'", "doctor"),
     wrong("doctor --josn", "--josn", "--json"),
-    wrong("doctor --json=yes", "--json", "value"),
     wrong("doctor d --runtime-dir", "--runtime-dir", "argument"),
     wrong("probe d --engine uring", "'uring'", "did you mean io_uring?"),
 ]
@@ -136,7 +116,6 @@ NUMBERS = [
           "weight_decay": "some",
           "save_steps": "often",
           "metrics-port": "-1 65536 http",
-          "metrics-linger": "-1 nan inf forever",
           "host-memory": "-1 lots 1XB nan 1.2.3GiB 99999999999TiB",
       }.items() for value in values.split()),
     *(train(f"--{name} {value}", says)
@@ -147,24 +126,18 @@ NUMBERS = [
       ]),
     *(wrong(f"probe d --size 1MiB --{name} {value}", f"--{name}", f"'{value}'")
       for name, values in {"seconds": "0 -1 nan inf x"}.items() for value in values.split()),
-    wrong("probe d --size 0", "size = 0 B"),
-    wrong("probe d --size tiny", "--size", "'tiny'"),
     wrong("probe d --size 64PiB", "--size", "'64PiB'"),
     wrong("probe d --size 999TiB", "free", "999 TiB"),
     wrong("probe d --block 1000", "block = 1000", "4096"),
     wrong("probe d --block 1MiB,x", "--block", "'x'"),
-    wrong("probe d --block ,", "--block ',' "),
     wrong("probe d --depth 1,,2", "--depth '1,,2' "),
     wrong("probe d --depth 0", "depth = 0", "1 to 4096"),
-    wrong("probe d --depth 8,x", "--depth", "'x'"),
-    wrong("probe d --depth 9999999", "depth = 9999999", "1 to 4096"),
     wrong("probe d --block 2GiB --size 4GiB --depth 1", "storage.request_bytes", "maximum"),
     *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-seconds {value}",
             "--sustained-seconds", f"'{value}'") for value in ["0", "-1", "nan", "inf", "x", "1e9"]),
     *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-bytes {value}", "--sustained-bytes",
             says) for value, says in {"0": "too small", "-1": "'-1'", "x": "'x'", "999TiB": "free"}.items()),
     wrong("store scrub c --rate 0", "--rate 0", "no limit"),
-    wrong("store scrub c --rate -5", "--rate", "'-5'"),
     wrong("store scrub c --rate 5MB/s", "--rate", "'5MB/s'"),
     wrong("export c --out x --file-size big", "--file-size", "'big'"),
     wrong("export c --out x --file-size 0", "--file-size 0 is"),
@@ -194,11 +167,9 @@ TUNE = [
     tune("--micro-tokens 48", "--micro-tokens 48", "possible: 32, 64, 128"),
     tune("--seq 8192 --batch-tokens 8192", "--seq 8192", "4096 positions"),
     tune("--nvme missing/deeper", "'missing/deeper'", "storage.paths"),
-    tune("--nvme file", "file", "is not a folder"),
     tune("--nvme d", "same folder twice"),
     tune("--out file", "--out 'file'", "is not a folder"),
     tune("--config missing.toml", "missing.toml", "cannot be read"),
-    tune("--config file", "'file'", "not valid TOML"),
     tune("--json --host-memory 64KiB", "the host cache is too small"),  # without --json, the search is announced first
     tune("more", "more", "infinity tune -h"),
     wrong("tune --host-memory 2MiB", "--nvme is missing"),
@@ -212,28 +183,20 @@ EMPTY = [
     for name in ("model", "data", "out", "nvme", "config", "offload.state.format", "host-memory", "trace", "max_steps")
 ] + [
     wrong("top --run ''", "--run", "empty"),
-    wrong("top --runtime-dir ''", "--runtime-dir", "empty"),
     train("--out=", "--out", "empty"),
     wrong("store ls ''", "empty"),
     wrong("export c --out ''", "--out", "empty"),
     wrong("export '' --out o", "empty value after export"),
-    train("--out ~", "empty value after --out"),
-    train("--nvme=", "empty value after --nvme"),
     wrong("probe d --size ''", "--size", "empty"),
-    wrong("probe d --sustained --sustained-bytes ''", "--sustained-bytes", "empty"),
     wrong("doctor ''", "doctor", "empty"),
-    wrong("doctor d --runtime-dir ''", "--runtime-dir", "empty"),
 ]
 PATHS = [
     train("--nvme missing/deeper", "'missing/deeper' cannot be created", "'missing' is not a folder"),
     train("--nvme file", "'file' is not a folder"),
-    train("--nvme fifo", "'fifo' is not a folder"),
-    train("--nvme nowhere", "'nowhere' is not a folder"),
     train("--nvme loop", "'loop' is not a folder"),
     train("--nvme d --nvme d", "same folder twice"),
     train("--nvme d --nvme link", "same folder twice"),
     train("--nvme d --nvme with~space/../d/", "same folder twice"),
-    train("--out file", "file'", "File exists"),
     train("--out file/below", "file/below'", "Not a directory"),
     train("--out fifo", "fifo'", "File exists"),
     train("--out /proc/infinity", "'/proc/infinity'"),
@@ -242,18 +205,11 @@ PATHS = [
     train("--data d", "no text"),
     train("--tokenizer d", "--tokenizer"),
     train("--config missing", "'missing'", "No such file"),
-    train("--config d", "'d'", "cannot be read"),
     train("--config fifo", "'fifo'", "not a regular file"),
-    train("--config nowhere", "'nowhere'", "No such file"),
-    train("--config loop", "'loop'"),
-    train("--config /dev/zero", "'/dev/zero'", "not a regular file"),
     train("--config binary", "'binary'", "not valid TOML"),
     train("--config huge", "'huge'", "longer than"),
     train("--model d", "/d'", "config.json"),
-    train("--model nowhere", "'nowhere'", "not a preset"),
-    train("--model fifo", "fifo'", "not a preset"),
     train("--model binary", "binary'"),
-    train("--model huge", "huge'"),
     train("--model /dev/null", "'/dev/null' is not a preset"),
     train("--resume", "'o/recipe.yaml' does not exist"),
     train("--resume d/checkpoint-2 --out d", "'d/recipe.yaml' does not exist"),
@@ -264,9 +220,6 @@ PATHS = [
     ),
     train(f"--metrics-host {'a' * 300} --metrics-port 0", "cannot be used"),
     wrong("store ls missing", "'missing'", "not a folder"),
-    wrong("store ls file", "'file'", "not a folder"),
-    wrong("store verify nowhere", "'nowhere'", "not a folder"),
-    wrong("store scrub missing", "'missing'", "not a folder"),
     wrong("store gc missing", "'missing'", "No such file"),
     wrong(f"store rm missing {RUN}", "'missing'", "neither a folder"),
     wrong("export missing --out x", "'missing'", "not a folder"),
@@ -274,12 +227,7 @@ PATHS = [
     wrong("export c --out file", "file"),
     wrong("export c --out c", "c"),
     wrong("export c --out x --model-config missing", "'missing'", "No such file"),
-    wrong("export c --out x --model-config d", "'d'"),
-    wrong("export c --out x --model-config fifo", "'fifo'"),
-    wrong("export c --out x --model-config binary", "'binary'"),
     wrong("export c --out x --model-config list.json", "'list.json'", "JSON object"),
-    wrong("export c --out x --model-config huge", "'huge'"),
-    wrong("probe missing", "'missing'", "not a folder"),
     wrong("probe file", "'file'", "not a folder"),
     wrong("probe d --out file --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "'file' is not a folder"),
     wrong("probe d --out file/deeper --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "is not a folder"),
@@ -292,7 +240,6 @@ TOGETHER = [
     train("--offload.update.schedule in_backward --max_grad_norm 1", "in_backward", "in_forward"),
     train("--offload.memory.page_bytes 2MiB", "memory.host_bytes", "memory.page_bytes"),
     train("--offload.memory.page_bytes 100000", "100000", "65536"),
-    train("--offload.memory.page_bytes 64", "64", "65536"),
     train("--bf16 false --offload.state.format split", '"split"', '"fp32"'),
     train("--load_best_model_at_end", "save_strategy"),
     train("--fp16", "fp16"),
@@ -311,14 +258,6 @@ TOGETHER = [
     wrong("doctor d with~space/../d/ file", "'with space/../d/'", "once"),
     wrong("doctor d\0", "null byte"),
 ]
-PLANNED = "plan --parameters 3e8 --layers 8 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100"
-
-
-def plan(line: str, *says: str) -> Wrong:
-    """Return an `infinity plan` command line with a valid model."""
-    return wrong(f"{PLANNED} {line}", *says)
-
-
 PLANS = [
     wrong("plan", "--model", "--parameters"),
     wrong("plan --model tiny --parameters 1e9", "--model and --parameters"),
@@ -355,20 +294,14 @@ PLANS = [
     plan("--dtype fp16", "'fp16'", "bf16, fp32"),
     plan("--optimizer adamv", "'adamv'", "did you mean adam"),
     plan("--gpu h10", "'h10'", "did you mean h100?"),
-    plan("--gpu abacus", "'abacus'", "--gpu list"),
     plan("--dtype fp32", "--tflops"),
     plan("--link fast", "--link", "'fast'"),
     plan("--link 5", "--link '5'", "1e3", "55e9"),
-    plan("--interconnect -3", "--interconnect", "'-3'"),
-    plan("--cores 0", "--cores", "'0'"),
     plan("--gpu-memory lots", "--gpu-memory", "'lots'"),
     plan("--nvme-bandwidth 7e9", "'7e9'", "7e9/5e9"),
-    plan("--nvme-bandwidth 7e9/5e9/6e9/1e9", "7e9/5e9"),
     plan("--nvme-bandwidth fast/5e9", "'fast'", "7GB"),
     plan("--nvme-bandwidth 7/5", "'7'", "1e6"),
-    plan("--nvme-bandwidth nan/5e9", "'nan'"),
     plan("--nvme-size big", "--nvme-size", "'big'"),
-    plan("--nvme-endurance long", "--nvme-endurance", "'long'"),
     plan("--nvme d", "--nvme and --nvme-bandwidth"),
     wrong("plan --model tiny --nvme missing --tflops 1", "'missing'", "not a folder"),
     wrong("plan --model tiny --nvme d --nvme d --tflops 1", "same folder twice"),
@@ -381,7 +314,6 @@ PLANS = [
     plan("--batch-tokens 512 --seq 1024", "--seq 1024", "512 tokens"),
     plan("--batch-tokens 512 --seq 256 --micro-batches 3", "--micro-batches 3", "2 sequences"),
     plan("--batch-tokens 8 --ranks 8", "--batch-tokens 8", "8 ranks"),
-    plan("--host-memory lots", "--host-memory", "'lots'"),
     plan("--state-format fp16", "'fp16'", "'split'"),
     plan("--clip --update in_backward", "in_backward", "clipping"),
     plan("--config nothing.toml", "nothing.toml"),
@@ -394,75 +326,50 @@ SETTINGS = [
     toml("host_bytes = '1GiB'", "host_bytes", "did you mean memory.host_bytes?"),
     toml("paths = ['d']", "paths", "did you mean storage.paths?"),
     toml("[storage]\nhost_bytes = 1", "storage.host_bytes", "did you mean memory.host_bytes?"),
-    toml("page_byte = 1", "page_byte", "did you mean memory.page_bytes?"),
-    toml("[tool.black]\nline-length = 88", "tool", "storage, memory"),
     toml("lr = 1", "lr", "storage, memory"),
     toml("memory = 4", "memory = 4", "host_bytes"),
     toml("[memory.host_bytes]\nx = 1", "memory.host_bytes", "size"),
     toml("[memory]\nhost_bytes = 1.5", "1.5", "size"),
-    toml("[memory]\nhost_bytes = true", "True", "size"),
     toml("[memory]\nhost_bytes = -1", "-1", "negative"),
+    toml("[memory]\nhost_bytes = '3 parsecs'", "memory.host_bytes", "'3 parsecs'"),
+    toml("[storage]\nbandwidth_weight = 0", "storage.bandwidth_weight = 0", "minimum of 1"),
     toml("[memory]\nhost_bytes = 9223372036854775808", "9223372036854775808", "2^63 - 1 bytes"),
-    toml("[memory]\nhost_bytes = ''", "memory.host_bytes = ''", "size"),
     toml("[storage]\npaths = 'd'", "storage.paths = 'd'", "list of strings"),
-    toml("[storage]\npaths = [1]", "storage.paths = [1]", "list of strings"),
     toml("[storage]\npaths = ['d', 'd']", "twice"),
     toml('[storage]\npaths = ["d\\u0000"]', "zero byte"),
     toml('[storage]\npaths = ["missing/a\\nb"]', "missing/a\\nb' cannot be created"),
     toml("[storage]\nqueue_depth = 0", "storage.queue_depth = 0", "minimum of 1"),
     toml("[storage]\nqueue_depth = 100000", "100000", "maximum of 4096"),
-    toml("[storage]\nqueue_depth = 1.0", "1.0", "integer"),
     toml("[storage]\nqueue_depth = nan", "nan", "integer"),
     toml("[storage]\nqueue_depth = '32'", "'32'", "integer"),
     toml("[storage]\nrequest_bytes = 5000", "5000", "4096"),
     toml("[storage]\nrequest_bytes = '4TiB'", "maximum"),
-    toml("[storage]\nrequest_bytes = 1", "minimum"),
     toml("[storage]\nretries = -1", "storage.retries = -1", "minimum of 0"),
-    toml("[storage]\ntimeout_seconds = 0", "storage.timeout_seconds = 0", "minimum of 1"),
-    toml("[storage]\ntimeout_seconds = inf", "inf", "integer"),
-    toml("[storage]\ntimeout_seconds = 9000000000000", "maximum"),
-    toml("[storage]\nengine = 'URING'", "'URING'", "io_uring"),
     toml("[storage]\nengine = ['threads']", "['threads']", "'threads'"),
     toml("[update]\nschedule = 'backward'", "'backward'", "in_backward"),
     toml("[update]\ncores = -2", "update.cores = -2", "minimum of -1"),
-    toml("[update]\ncores = 100000", "update.cores = 100000", "maximum of 4096"),
-    toml("[run]\nseed = -1", "run.seed = -1", "minimum of 0"),
     toml("[run]\nseed = 99999999999999999999", "run.seed", "maximum"),
     toml("[run]\nresume = true", "run.resume = True", "a string"),
     toml("[run]\nresume_paths = ['c']", "run.resume_paths", "run.resume"),
-    toml("[run]\nretained_checkpoints = -1", "run.retained_checkpoints = -1", "minimum of 0"),
     toml("[run]\nkeep = 'yes'", "'yes'", "'always'"),
-    toml("[telemetry]\ntimeline_events = 0", "telemetry.timeline_events = 0", "minimum of 1"),
-    toml("[telemetry]\ntimeline = 5", "telemetry.timeline = 5", "a string"),
     toml("[memory]\nhost_bytes = 1\nhost_bytes = 2", "not valid TOML"),
-    toml("[memory", "not valid TOML"),
-    toml("{'memory': 1}", "not valid TOML"),
     toml("x = " + "[" * 5000, "not valid TOML"),
     toml("x = " + "9" * 5000, "not valid TOML"),
 ]
 MODELS = [
     model("", "config.json"),
     model("{", "config.json"),
-    model("[]", "config.json"),
-    model("5", "config.json"),
     model("{}", "model_type"),
     model({"model_type": "no-such-model"}, "no-such-model"),
     model({"model_type": 5}, "config.json"),
     model({"model_type": "vit"}, "vocab_size"),
     model(llama(hidden_size=-1)),
-    model(llama(hidden_size=0)),
     model(llama(hidden_size="wide"), "wide"),
-    model(llama(hidden_size=1.5)),
-    model(llama(hidden_size=None)),
     model(llama(num_hidden_layers=-1), "num_hidden_layers = -1"),
-    model(llama(num_hidden_layers=0), "num_hidden_layers = 0"),
-    model(llama(num_attention_heads=0)),
     model(llama(num_attention_heads=5)),
     model(llama(vocab_size=-5, bos_token_id=None, eos_token_id=None), "vocab_size = -5"),
     model(llama(vocab_size=100), "token ids up to 255", "only 100", "--tokenizer"),
-    model(llama(vocab_size="all")),
     model(llama(max_position_embeddings=8), "--max_length 32", "8 positions"),
-    model(llama(max_position_embeddings="x")),
     model(llama(hidden_act="sinus"), "sinus"),
     # --json hides a warning of transformers about the same value
     Wrong((*model(llama(rope_scaling={"type": "nonsense"})).words, "--json"), ("AutoModelForCausalLM", "nonsense")),
@@ -472,12 +379,9 @@ DEEPSPEED = [
     wrong("migrate", "Missing argument", "infinity migrate -h"),
     wrong("migrate ''", "empty"),
     wrong("migrate missing", "'missing'", "No such file"),
-    wrong("migrate d", "'d'", "not a regular file"),
     wrong("migrate fifo", "'fifo'", "not a regular file"),
-    wrong("migrate nowhere", "'nowhere'", "No such file"),
     wrong("migrate binary", "'binary'", "UTF-8"),
     wrong("migrate huge", "'huge'", "longer than"),
-    wrong("migrate list.json", "'list.json'", "JSON object"),
     wrong("migrate empty", "'empty'", "not JSON"),
     wrong("migrate list.json --force", "--force requires --out"),
     wrong("migrate list.json --out file", "'file'", "--force"),
@@ -499,21 +403,16 @@ DEEPSPEED = [
     deepspeed('{"tensorboard": "\\ud800"}', "ud800"),
     deepspeed('{"zero_optimization": 3}', "zero_optimization = 3", "object"),
     deepspeed('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage = 5", "0, 1, 2 or 3"),
-    deepspeed('{"zero_optimization": {"stage": "3"}}', "zero_optimization.stage = '3'"),
     deepspeed('{"zero_optimization": {"offload_param": {"device": "disk"}}}', "'disk'", "none, cpu or nvme"),
-    deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": 5}}}', "nvme_path = 5", "string"),
     deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": " "}}}', "nvme_path = ' '", "path"),
     deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": "a\\u0000"}}}', "zero byte"),
     deepspeed('{"zero_optimization": {"offload_param": {"max_in_cpu": -1}}}', "max_in_cpu = -1", "integer"),
-    deepspeed('{"zero_optimization": {"offload_param": {"max_in_cpu": 1.5}}}', "max_in_cpu = 1.5", "integer"),
     deepspeed('{"aio": {"queue_depth": true}}', "aio.queue_depth = True", "integer"),
     deepspeed('{"gradient_clipping": "1"}', "gradient_clipping = '1'", "number"),
-    deepspeed('{"optimizer": {"type": 5}}', "optimizer.type = 5", "string"),
     deepspeed('{"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}', "optimizer.params.betas", "two numbers"),
     deepspeed('{"optimizer": {"type": "Adam", "params": [1]}}', "optimizer.params", "object"),
     deepspeed('{"bf16": {"enabled": "yes"}}', "bf16.enabled = 'yes'", "true or false"),
     deepspeed('{"scheduler": {"type": "StepLR", "params": {"a b": 1}}}', "'a b'", "argument"),
-    deepspeed('{"scheduler": {"type": "StepLR", "params": {"class": 1}}}', "'class'", "argument"),
     deepspeed('{"bf16": {}}', "--out 'missing/x'", words=("--out", "missing/x")),
     deepspeed('{"bf16": {}}', "--out 'd'", words=("--out", "d", "--force")),
 ]
@@ -560,6 +459,7 @@ def error_lines(done: Finished) -> list[str]:
     return [line for line in done.errors.splitlines() if line and not line.startswith(progress)]
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     "table",
     [NAMES, NUMBERS, EMPTY, PATHS, TOGETHER, SETTINGS, MODELS, DEEPSPEED, PLANS, TUNE],
@@ -570,8 +470,6 @@ def test_invalid_command_prints_one_line_error(
 ) -> None:
     """The status is 2, and no file is changed."""
     monkeypatch.chdir(world)
-    context = fork_server()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)  # for the trial process of `tune`
     before = snapshot(world)
     for case in table:
         words = []
@@ -714,19 +612,6 @@ def test_only_one_rank_reports_error(tmp_path: Path) -> None:
     (line,) = done.errors.splitlines()
     assert line.startswith("rank ")
     assert line.endswith("error: storage.paths: 'missing/deeper' cannot be created: 'missing' is not a folder")
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.wide
-def test_only_one_rank_of_torchrun_reports_error(tmp_path: Path) -> None:
-    """The rest of stderr is torchrun's own report."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "infinity_tools", *SMALL, "--nvme", "missing/deeper", "--out", "o"]
-    done = subprocess.run(command, env=environment(tmp_path / "tmp"), capture_output=True, text=True, timeout=900)
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if "error: " in line and line.startswith(("rank ", "error"))]
-    assert line.endswith("error: storage.paths: 'missing/deeper' cannot be created: 'missing' is not a folder")
-    assert "infinity_tools/train/run.py" not in done.stderr, "no traceback of ours"
     assert not (tmp_path / "o").exists()
 
 
