@@ -5,7 +5,7 @@ On a GPU, updates process joined pages, so that the optimizer updates each param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,9 +40,13 @@ class JoinedPages:
 
     Args:
         pages: pages of one FSDP module, in element order within each kind.
+        within: elements [start, stop) to which pages of weights and gradients are limited, by segment. By default, all
+            elements.
     """
 
-    def __init__(self, layout: Layout, pages: Iterable[Page]) -> None:
+    def __init__(
+        self, layout: Layout, pages: Iterable[Page], within: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
         runs: list[list[Page]] = []
         last: dict[tuple[int, Role, int], list[Page]] = {}  # by kind
         for page in pages:
@@ -55,13 +59,18 @@ class JoinedPages:
         self.pages: list[tuple[Page, int, int]] = []
         end = 0
         for run in runs:
-            begin = end
+            begin, start, stop = end, run[0].start, run[-1].stop
+            if within and run[0].role is not Role.UPDATE:
+                lowest, highest = within[run[0].segment]
+                start, stop = max(start, lowest), min(stop, highest)
             for component in _components(layout, run[0]):
                 for page in run:
-                    nbytes = page.count // component.each * ITEMSIZE[component.dtype]
-                    self.arrays.append(Array(page.index, int(component.offset * page.count), nbytes))
-                    end += nbytes
-            joined = replace(run[0], count=sum(page.count for page in run), nbytes=end - begin)
+                    low, high = max(start, page.start) - page.start, min(stop, page.stop) - page.start
+                    size = ITEMSIZE[component.dtype]
+                    offset = int(component.offset * page.count) + low // component.each * size
+                    self.arrays.append(Array(page.index, offset, (high - low) // component.each * size))
+                    end += self.arrays[-1].nbytes
+            joined = replace(run[0], start=start, count=stop - start, nbytes=end - begin)
             self.pages.append((joined, begin, end))
             self.arrays.append(Array(-1, 0, align_up(end, _ALIGNMENT) - end))
             end = align_up(end, _ALIGNMENT)

@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,8 +69,6 @@ class _Gather:
         self._accesses = [*gather_accesses(layout, fsdp_module)]
         self.planned = False
         """Whether the gather in progress belongs to a training step."""
-        self.seconds = 0.0
-        """Time spent on copies so far."""
         self._prefetched = False
         self._held: AbstractContextManager[list[Content]] | None = None
         self._batch = -1  # number of the batch that is held
@@ -79,7 +76,7 @@ class _Gather:
 
     def begin(self, *, planned: bool) -> None:
         """Begin to gather. `planned` is whether the gather belongs to a training step."""
-        self.planned, self.seconds = planned, 0.0
+        self.planned = planned
         self._prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
@@ -92,14 +89,12 @@ class _Gather:
         for batch, parts in self._layout.shard_parts[shard]:
             if batch != self._batch:
                 self._hold(batch)
-            contents = self._contents
-            began = perf_counter()
             targets, sources = [], []
             for _, page, offset, start, nbytes in parts:
                 targets.append(into[start : start + nbytes])
-                sources.append(bytes_of(contents[page], offset, nbytes))
-            self._device.copy_all(targets, sources)
-            self.seconds += perf_counter() - began
+                sources.append(bytes_of(self._contents[page], offset, nbytes))
+            with self._opened.ledger.part("copy"):
+                self._device.copy_all(targets, sources)
 
     def _hold(self, batch: int) -> None:
         self.release()
@@ -226,7 +221,7 @@ class ShardIO:
         gather.release()
         self._gather = None
         opened = self._opened
-        opened.ledger.copied(gather.nbytes, gather.seconds)
+        opened.ledger.copied(gather.nbytes)
         if gather.planned:
             with opened.ledger.part("python"):
                 opened.listener.gathered(gather.fsdp_module)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from infinity.budget import BATCHES_ON_DEVICE
+from infinity.content.format import Role
 from infinity.content.joined import JoinedPages
 from infinity.content.layout import Layout, Page, Range, RangeBatch
 from infinity.content.views import Content, bytes_of
@@ -26,29 +27,38 @@ from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.fetch import Slices
 from infinity.optim.update import RangePages
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Access
+from infinity.schedule.trace import Access, Use
 
 
 class JoinedBatch:
     """Arrangement of a batch on the GPU.
 
     Attributes:
-        joined: its pages.
-        modes: modes of the uses, by page.
         ranges: consecutive ranges of each segment as one range.
+        joined: the parts of its pages that contain these ranges.
+        fetched: pages whose parts are copied to the GPU.
+        modified: pages whose parts are copied back.
         slots: contents of cache slots and views of the arrays in them, from the previous update. Most pages keep their
             cache slots.
     """
 
     def __init__(self, layout: Layout, batch: RangeBatch, access: Access) -> None:
-        self.joined = JoinedPages(layout, [layout.pages[use.page] for use in access])
-        self.modes = {use.page: use.mode for use in access}
-        self.slots: list[tuple[Content, torch.Tensor] | None] = [None] * len(self.joined.arrays)
         self.ranges: list[tuple[int, Range]] = []
         for segment, members in groupby(batch, lambda member: member[0].param_pages[0].segment):
             items = [of.ranges[position] for of, position in members]
             shards = tuple(dict.fromkeys(shard for item in items for shard in item.shards))
             self.ranges.append((segment, Range(start=items[0].start, stop=items[-1].stop, shards=shards)))
+        within = {segment: (item.start, item.stop) for segment, item in self.ranges}
+        self.joined = JoinedPages(layout, [layout.pages[use.page] for use in access], within)
+        self.fetched = {use.page for use in access if use.mode.fetches and not _is_replaced(layout, use)}
+        self.modified = {use.page for use in access if use.mode.modifies}
+        self.slots: list[tuple[Content, torch.Tensor] | None] = [None] * len(self.joined.arrays)
+
+
+def _is_replaced(layout: Layout, use: Use) -> bool:
+    """Return whether an update replaces its part of a page of weights. Other parts stay in the cache slot."""
+    page = layout.pages[use.page]
+    return page.role is Role.PARAM and layout.segments[page.segment].format.replaces_weights
 
 
 class DevicePages:
@@ -115,14 +125,14 @@ class DevicePages:
         parts = memory.split_with_sizes(joined.sizes)
         for number, ((page, offset, nbytes), part) in enumerate(zip(joined.arrays, parts, strict=True)):
             if page >= 0:
-                mode, content, slot = batch.modes[page], held[page], batch.slots[number]
+                content, slot = held[page], batch.slots[number]
                 if slot is None or slot[0] is not content:
                     slot = batch.slots[number] = content, bytes_of(content, offset, nbytes)
                 source = slot[1]
-                if mode.fetches:
+                if page in batch.fetched:
                     there[0].append(part)
                     there[1].append(source)
-                if mode.modifies:
+                if page in batch.modified:
                     self._back[0].append(source)
                     self._back[1].append(part)
         self._device.copy_all(*there, coming)

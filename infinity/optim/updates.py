@@ -318,7 +318,7 @@ class Updates:
             fetcher.begin(update.grads, update.arrived, items)
         for (ranges, access, joined), reservation in zip(batches, reservations, strict=True):
             if fetcher is not None:
-                fetcher.wait()  # before holding pages, because other accesses may need them
+                fetcher.wait()  # for the first range, before holding pages that other accesses may need
             # A failure must be recorded before the reservation is released, so that these pages are not used
             with reservation as contents, telling(self._pager.fail):
                 held = {use.page: content for use, content in zip(access, contents, strict=True)}

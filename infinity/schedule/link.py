@@ -131,13 +131,23 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: 
 def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
     """Return the bytes that updates on the device copy to and from it.
 
-    The pages of each access are copied to the device if their content is needed, and back if they are modified. A page
-    that several batches use is copied for each of them.
+    Each page of an FSDP module is copied to the device once, if its content is needed, and back once, if it is
+    modified. If several batches use a page, each of them copies a part of it.
     """
     there = back = 0
     pages = layout.pages
-    for access in trace:
-        if any(use.mode.modifies and pages[use.page].role is not Role.GRAD for use in access):
-            there += sum([pages[page].nbytes for page, mode in access if mode.fetches])
-            back += sum([pages[page].nbytes for page, mode in access if mode.modifies])
+    fetched: set[int] = set()
+    changed: set[int] = set()
+    fsdp_module = -1
+    for access in [*trace, ()]:
+        updates = any(use.mode.modifies and pages[use.page].role is not Role.GRAD for use in access)
+        of = pages[access[0].page].fsdp_module if updates else -1
+        if of != fsdp_module:
+            there += sum(pages[page].nbytes for page in fetched)
+            back += sum(pages[page].nbytes for page in changed)
+            fetched, changed, fsdp_module = set(), set(), of
+        if updates:
+            seen = fetched | changed
+            fetched |= {use.page for use in access if use.mode.fetches and use.page not in seen}
+            changed |= {use.page for use in access if use.mode.modifies}
     return there, back

@@ -192,19 +192,9 @@ class Ledger:
     def _count_error(self, op: str, error: Exception) -> None:
         self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
 
-    def copied(self, nbytes: int, seconds: float) -> None:
-        """Record that the training thread has just copied weights to the device.
-
-        Args:
-            nbytes: Number of bytes.
-            seconds: Duration, which the current part includes so far.
-        """
+    def copied(self, nbytes: int) -> None:
+        """Record the number of weight bytes that the training thread copied to the device."""
         self._copied.add(nbytes)
-        self._spent[self._part or _PART_OF[self._phase]] -= seconds
-        self._spent["copy"] += seconds
-        if self._timeline is not None:
-            now = time.perf_counter()
-            self._timeline.span("thread", "copy", self._fsdp_module, now - seconds, now)
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Record a wait of the training thread that has just ended.

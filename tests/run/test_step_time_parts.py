@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import infinity.fsdp.shard_io as content
 from infinity.io import Op
+from infinity.memory.device import Device
 from infinity.optim.update import Update
 from infinity.telemetry.metrics import PARTS
 from support import models
@@ -76,14 +76,7 @@ def delay_update(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 
 def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
-    original = content.ShardIO._copy_param
-
-    def slow(self: Any, placed: Any, destination: torch.Tensor, *, planned: bool) -> None:
-        with self._opened.ledger.part("copy"):
-            time.sleep(SLOW)
-        original(self, placed, destination, planned=planned)
-
-    patch.setattr(content.ShardIO, "_copy_param", slow)
+    patch.setattr(Device, "copy_all", delayed(Device.copy_all, SLOW))
     return SLOW * 8
 
 
