@@ -42,8 +42,10 @@ from infinity.memory import device as devices
 from infinity.run import run
 
 VARIANTS = ("memory", "memory_clip", "host", "device", "device_clip", "resident")
-LIMITS = {"host": (45_500, 1.5), "device": (43_000, 1.5), "device_clip": (52_000, 1.6), "resident": (44_500, 1.5)}
-"""By variant: maximum Python calls per step, and maximum calls into torch relative to FSDP2 in memory."""
+LIMITS = {"host": (47_000, 1.5), "device": (45_000, 1.5), "device_clip": (54_500, 1.65), "resident": (46_500, 1.5)}
+"""By variant: maximum Python calls per step, and maximum calls into torch relative to FSDP2 in memory. They are about
+5 % above the counts, because a thread that waits on a slow machine checks for failures more often.
+"""
 ROOT = Path(__file__).parents[1]
 STEPS = 2
 """Number of counted steps. As many steps run before, because infinity records the first one and then makes a plan."""
