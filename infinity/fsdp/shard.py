@@ -86,13 +86,13 @@ class _PreAllGather:
     """
 
     def __init__(self, handle: ShardHandle) -> None:
-        self._input = GatherInput.make(handle, handle.padded)
-        self._result = (self._input,), None
+        self._handle = handle
 
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        return self._result
+        # A new tensor, because a tensor that was created in inference mode cannot be used outside of it
+        return (GatherInput.make(self._handle, self._handle.padded),), None
 
     __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 

@@ -36,6 +36,8 @@ class JoinedBatch:
     Attributes:
         ranges: consecutive ranges of each segment as one range.
         joined: the parts of its pages that contain these ranges.
+        replaced: pages of weights whose parts are replaced. Several batches may copy parts of them back, one after
+            another on the same stream, so no batch has to wait for the previous one.
         fetched: pages whose parts are copied to the GPU.
         modified: pages whose parts are copied back.
         slots: contents of cache slots and views of the arrays in them, from the previous update. Most pages keep their
@@ -50,7 +52,8 @@ class JoinedBatch:
             self.ranges.append((segment, Range(start=items[0].start, stop=items[-1].stop, shards=shards)))
         within = {segment: (item.start, item.stop) for segment, item in self.ranges}
         self.joined = JoinedPages(layout, [layout.pages[use.page] for use in access], within)
-        self.fetched = {use.page for use in access if use.mode.fetches and not _is_replaced(layout, use)}
+        self.replaced = {use.page for use in access if _is_replaced(layout, use)}
+        self.fetched = {use.page for use in access if use.mode.fetches} - self.replaced
         self.modified = {use.page for use in access if use.mode.modifies}
         self.slots: list[tuple[Content, torch.Tensor] | None] = [None] * len(self.joined.arrays)
 

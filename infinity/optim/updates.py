@@ -272,7 +272,13 @@ class Updates:
             copies = self._copies(fsdp_module)
             batches = self._batches_of(fsdp_module, update.components)
             reservations = [
-                self._pager.reservation(batch.access, planned=planned, threaded=self._worker.threaded, copies=copies)
+                self._pager.reservation(
+                    batch.access,
+                    planned=planned,
+                    threaded=self._worker.threaded,
+                    copies=copies,
+                    ordered=batch.joined.replaced if batch.joined is not None else (),
+                )
                 for batch in batches
             ]
             job = self._worker.submit(partial(self._update, update, batches, reservations))

@@ -99,7 +99,7 @@ class Cache:
 
     # Uses #
 
-    def acquire(self, uses: Access, *, threaded: bool) -> None:
+    def acquire(self, uses: Access, *, threaded: bool, ordered: Container[int] = ()) -> None:
         """Pin pages in cache slots and wait until they can be used.
 
         A page can be used when it has been read and no copy from a device is in flight. A use that modifies the page
@@ -107,6 +107,7 @@ class Cache:
 
         Args:
             threaded: whether the calling thread is not the training thread.
+            ordered: pages that only the device uses, after all copies from the device that are in flight.
 
         Raises:
             InfinityError: if more pages are in use at the same time than there are cache slots.
@@ -137,7 +138,7 @@ class Cache:
                 # ignores pins, but it runs on the training thread and first waits for all reservations.
                 if state.writing and mode.modifies:
                     self._wait(lambda state=state: not state.writing, "write", page, threaded=threaded)  # type: ignore[misc]
-                if state.landing or (state.leaving and mode.modifies):
+                if (state.landing and page not in ordered) or (state.leaving and mode.modifies):
                     self._wait(partial(_is_left_by_device, state, mode), "copy", page, threaded=threaded)
             # If a read fails to start, no wait above raises its error. The error must be raised here rather than by the
             # next access, because the cache slot does not contain the page.
@@ -200,9 +201,9 @@ class Cache:
                 self.evict(use.page)
         self.prefetch()
 
-    def acquire_reservation(self, uses: Access, *, threaded: bool) -> None:
+    def acquire_reservation(self, uses: Access, *, threaded: bool, ordered: Container[int]) -> None:
         """Acquire the pages of a reservation. They will be released without any action by the training thread."""
-        self.acquire(uses, threaded=threaded)
+        self.acquire(uses, threaded=threaded, ordered=ordered)
         self._held_reservations += 1
 
     def release_reservation(self, uses: Access, device_event: DeviceEvent | None) -> None:

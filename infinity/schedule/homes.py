@@ -7,7 +7,7 @@ reservations order the threads, as they do for all pages, and these events order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import itemgetter
 
 import torch
@@ -77,7 +77,9 @@ class GpuResidentPages:
         """Report the uses to the observer. The pages are on the device and stay there, so there is no wait."""
         self._observer.fetched("hit", sum([use.mode.fetches for use in uses]))
 
-    acquire_reservation = acquire
+    def acquire_reservation(self, uses: Access, *, threaded: bool, ordered: Container[int]) -> None:
+        """Acquire the pages of a reservation."""
+        self.acquire(uses, threaded=threaded)
 
     def contents(self, uses: Access) -> list[Content]:
         """Return the bytes of acquired pages, for later work on the current stream of the calling thread."""

@@ -26,7 +26,7 @@ cache slots, they are written back like any other page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
@@ -89,6 +89,8 @@ class Reservation:
     """Whether a thread other than the training thread holds the reservation."""
     copies: Callable[[], DeviceEvent] | None
     """Function that records an event after all copies. See `Pager.access`."""
+    ordered: Container[int]
+    """Pages whose copies from the device are ordered by the device. See `Cache.acquire`."""
 
     def __enter__(self) -> list[Content]:
         """Wait for the pages and return their bytes. Raises the same exceptions as `Pager.access`."""
@@ -198,6 +200,7 @@ class Pager:
         copies: Callable[[], DeviceEvent] | None = None,
         planned: bool = True,
         ahead: bool = False,
+        ordered: Container[int] = (),
     ) -> Reservation:
         """Return a reservation, which takes its place in the plan now and holds its pages later.
 
@@ -210,6 +213,7 @@ class Pager:
                 reservation waits until all earlier reservations of these pages have been returned by the updates that
                 modify them, and until the window has reached it. The training thread waits for the prefetch, so it runs
                 ahead of updates no further than the window allows.
+            ordered: pages whose copies from the device are ordered by the device, so that no thread waits for them.
 
         Raises:
             CorruptPageError, StorageError, StallError: if an earlier operation has failed.
@@ -226,8 +230,9 @@ class Pager:
             for state in states:
                 state.reservations += 1
         return Reservation(
-            pager=self, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded, copies=copies
-        )
+            pager=self, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded, copies=copies,
+            ordered=ordered,
+        )  # fmt: skip
 
     def reserve_space(self, plan: Plan) -> None:
         """Reserve drive space for gradients if the steps of a plan store gradients. Otherwise release this space.
@@ -506,7 +511,7 @@ class Pager:
                     self.transfers.wait(reached, "update", uses[0].page, threaded=item.threaded)
                 finally:
                     self._waiting -= 1
-            self._holder(uses).acquire_reservation(uses, threaded=item.threaded)
+            self._holder(uses).acquire_reservation(uses, threaded=item.threaded, ordered=item.ordered)
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
