@@ -131,10 +131,11 @@ HASH_RATE = 10e9
 memory.
 """
 
-ACCESS_SECONDS = 1.2e-3
+ACCESS_SECONDS = 400e-6
 """Approximate time that Python code takes per access to a batch of pages on a machine with a GPU, in seconds. It covers
-all threads of a process, because they share the GIL. An access takes about 680 Python calls (`make bench-host`), and
-1.8 µs per call matched the step times in benchmarks/results/gpu.json, which were measured before batches.
+all threads of a process, because they share the GIL. An access takes about 225 Python calls (the difference between
+small and large batches in benchmarks/bench_host.py), and 1.8 µs per call matched the step times in
+benchmarks/results/gpu.json, which were measured before pages were processed in batches.
 """
 
 
