@@ -204,7 +204,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the full stored tensor in its original shape, rather than a slice or a reshaped view."""
+        """``True`` if this is the full stored tensor in its original shape, not a slice or a reshaped view of it."""
         return not self._steps or (self._is_all and self._likeness.shape == self._whole.shape)
 
     @property

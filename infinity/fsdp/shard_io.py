@@ -68,7 +68,7 @@ class _Gather:
         """Bytes of all weights."""
         self._accesses = [*gather_accesses(layout, fsdp_module)]
         self.planned = False
-        """Whether the gather in progress belongs to a training step."""
+        """``True`` if the current gather is part of a training step."""
         self._prefetched = False
         self._held: AbstractContextManager[list[Content]] | None = None
         self._batch = -1  # number of the batch that is held

@@ -4,8 +4,8 @@
 memory, and copied back. Each of these operations has its own stream, so that one batch is copied while the previous one
 is updated. On the GPU, consecutive pages of the same kind are joined into one page, so that the optimizer updates each
 parameter of the batch in one piece. When a reservation ends, its pages stay pinned until the device has passed the
-event after the copies back, so that a cache slot is not used before it holds the result of the update. Pages of GPU-
-resident FSDP modules are updated in place.
+event after the copies back, so that a cache slot is not used before it holds the result of the update. Pages of
+GPU-resident FSDP modules are updated in place.
 """
 
 from __future__ import annotations

@@ -129,11 +129,10 @@ class GpuResidentPages:
 
     # GPU-resident FSDP modules #
 
-    def _gradient_pages(self, page: Page) -> Sequence[Page]:
+    def _gradient_pages(self, page: Page) -> list[Page]:
         """Return all pages of the FSDP module that hold the same gradient component as `page`."""
-        segments = [self._layout.segments[segment] for segment in self._layout.fsdp_module_segments[page.fsdp_module]]
-        parts = [segment.grad_pages[page.component] for segment in segments if page.component < len(segment.grad_pages)]
-        return [each for part in parts for each in part]
+        pages = self._layout.fsdp_module_pages[page.fsdp_module]
+        return [each for each in pages if each.role is Role.GRAD and each.component == page.component]
 
     def pages_of(self, fsdp_module: int) -> list[Page]:
         """Return the pages of an FSDP module that can be GPU-resident, except gradients."""

@@ -78,7 +78,7 @@ def loggers_restored() -> Iterator[None]:
 
 @functools.cache
 def _freeze_train_modules() -> None:
-    """Exclude what a run has imported from garbage collection, because Trainer collects in every run."""
+    """Exclude the modules that are imported so far from garbage collection, which Trainer triggers in every run."""
     gc.collect()
     gc.freeze()
 

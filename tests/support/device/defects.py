@@ -62,7 +62,7 @@ class Defect:
     run: Callable[[Recipe, Paging, Path], None] | None = None
     """Function to run. By default, the recipe is trained."""
     by_chance: bool = False
-    """Whether detection depends on the scheduling of host threads, in which case several runs may be needed."""
+    """``True`` if detection depends on the scheduling of host threads, so that several runs may be needed."""
 
     def found(self, folder: Path, seed: int = 0) -> list[str]:
         """Run with the defect and return the races. Training with wrong values may raise an error."""
