@@ -26,6 +26,10 @@ FSDP modules that save the same number of bytes per byte of memory, such as the 
 follows. Weights are kept for the FSDP modules that are gathered last in forward, because their second gather follows
 soonest. GPU-resident FSDP modules are spread evenly over the step, so that the remaining transfers overlap the
 computation of all FSDP modules.
+
+The first FSDP modules that a step gathers, usually the root and the first layer, have priority over all others,
+because the backward pass computes their gradients last. Unless they are GPU-resident, the next step begins by waiting
+until their updated weights have been copied to the host and back.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ SLOTS: Final = 2
 """Number of FSDP modules for which the GPU prefetch buffer has room. While the weights of one are copied to the device,
 the gather copies the weights of the other out of the buffer.
 """
+_FIRST_MODULES: Final = 2
+"""Number of FSDP modules at the start of a step that are the first to become GPU-resident."""
 _STAGED_ALIGNMENT: Final = 256
 """Alignment of shards in the GPU prefetch buffer in bytes, because CUDA kernels read aligned vectors."""
 
@@ -90,10 +96,9 @@ class _Choice:
     """``True`` if the whole FSDP module is GPU-resident, or ``False`` if only its weights are kept."""
     nbytes: int
     """Required device memory, in bytes."""
-    saved: float
-    """Traffic saved per step, over the link and on the drives, in bytes."""
-    order: float
-    """Rank among choices that save the same number of bytes per byte of memory. The smallest value comes first."""
+    rank: tuple[float, float, float]
+    """Order of preference, smallest first: 0 for the first FSDP modules of a step, otherwise 1; minus the bytes saved
+    per step and byte of memory; and a number that orders choices that save the same."""
 
 
 def with_device(
@@ -123,7 +128,7 @@ def with_device(
     gpu_resident: set[int] = set()
     taken = 0
     choices = _choices(update_schedule, events, layout, host_bytes, update_on_device=update_on_device)
-    for choice in sorted(choices, key=lambda choice: (-round(choice.saved / choice.nbytes, 6), choice.order)):
+    for choice in sorted(choices, key=lambda choice: choice.rank):
         if choice.fsdp_module in gpu_resident or (choice.fsdp_module in kept and not choice.gpu_resident):
             continue
         away = gpu_resident | {choice.fsdp_module} if choice.gpu_resident else gpu_resident
@@ -166,9 +171,8 @@ def _choices(
         if later[fsdp_module] > 1:
             kept = fsdp_module_bytes(layout, fsdp_module)
             saved = (later[fsdp_module] - 1) * kept * of_weights
-            found.append(
-                _Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, saved=saved, order=-position)
-            )
+            rank = (1, -round(saved / kept, 6), -position)
+            found.append(_Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, rank=rank))
         if layout.fsdp_module_segments[fsdp_module] and not update_on_device:
             continue
         w, s, g = _bytes_by_role(
@@ -179,9 +183,9 @@ def _choices(
         saved = (gathers[fsdp_module] + updates) * w * of_weights + 2 * (
             updates * s + arrivals[fsdp_module] * g
         ) * of_others
-        found.append(
-            _Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=w + s + g, saved=saved, order=evenly(position))
-        )
+        nbytes = w + s + g
+        rank = (int(position >= _FIRST_MODULES), -round(saved / nbytes, 6), evenly(position))
+        found.append(_Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=nbytes, rank=rank))
     return found
 
 
