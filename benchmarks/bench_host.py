@@ -7,7 +7,8 @@ immediately. Functions of the stand-in do not count. Counts do not depend on the
 (`LIMITS`). The variants are:
 
 - `memory`: FSDP2 and the optimizer of torch, with all state in memory. With clipping: `memory_clip`.
-- `device`: infinity with updates on the GPU. With clipping: `device_clip`. If all state is GPU-resident: `resident`.
+- `device`: infinity with updates on the GPU, and prefetched weights. With clipping: `device_clip`. If all state is
+  GPU-resident: `resident`.
 - `host`: infinity on a CPU, with pages of 1 MiB.
 
 `cpu_seconds` is the processor time per step without counting, including the computation of the model.
@@ -216,12 +217,14 @@ def measure(variant: str, counter: Counter) -> dict[str, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if not variant.startswith("memory"):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            settings = {
+            settings: dict[str, Any] = {
                 "storage": {"paths": [folder]},
                 "memory": {"host_bytes": 400 << 20, "page_bytes": (1 << 20) if variant == "host" else 64 << 10},
                 "update": {"cores": 1},
                 "run": {"keep": "never"},
             }
+            if variant.startswith("device"):
+                settings["memory"]["device_bytes"] = 2 << 20  # for the GPU prefetch buffer only
             optimizer = infinity.offload(model, optimizer, settings)
             stack.callback(optimizer.close)
         losses = steps(model, optimizer, 2 + STEPS, clip=clip)

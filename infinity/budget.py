@@ -53,8 +53,8 @@ _ACTIVATION_PART: Final = 8
 weights saves as much traffic as one for activations, so a larger part has no advantage."""
 _BATCH_PART: Final = 16
 """Size of the host cache relative to a batch, so that batches leave room for resident pages."""
-_LARGEST_BATCH: Final = 128 * MIB
-"""Maximum size of a batch. Copying it to a GPU at 50 GB/s takes 2.7 ms, much longer than its Python code."""
+_LARGEST_BATCH: Final = 256 * MIB
+"""Maximum size of a batch. Copying it to a GPU at 50 GB/s takes 5.4 ms, much longer than its Python code."""
 BATCHES_ON_DEVICE: Final = 2
 """Number of batches whose pages are on the device at the same time: one is computed while the pages of the other are
 copied.

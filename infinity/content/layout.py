@@ -39,6 +39,10 @@ from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role, StateFormat
 from infinity.errors import BudgetError
 from infinity.units import align_up
 
+_LARGEST_GPU_RESIDENT_BATCH = 1 << 30
+"""Maximum number of bytes of GPU-resident pages that are updated together. An update of them needs about a third of it
+as temporary memory if the optimizer is not fused.
+"""
 RANGE_ALIGNMENT = 2048
 PAGE_ALIGNMENT = 4096
 
@@ -294,9 +298,14 @@ class Layout:
 
         A range that needs full parameters is a batch of its own.
         """
-        return tuple(tuple(self._batches(ranges)) for ranges in self.fsdp_module_ranges)
+        return tuple(tuple(self._batches(ranges, self.batch_pages)) for ranges in self.fsdp_module_ranges)
 
-    def _batches(self, ranges: RangeBatch) -> Iterator[RangeBatch]:
+    def gpu_resident_batches(self, fsdp_module: int) -> tuple[RangeBatch, ...]:
+        """Batches of an FSDP module while it is GPU-resident. Their size limits only temporary memory of the update."""
+        most = max(self.batch_pages, _LARGEST_GPU_RESIDENT_BATCH // self.page_bytes)
+        return tuple(self._batches(self.fsdp_module_ranges[fsdp_module], most))
+
+    def _batches(self, ranges: RangeBatch, most: int) -> Iterator[RangeBatch]:
         begin = last = 0  # first range of the batch, and the last range so far that shares no page with earlier ones
         held: set[int] = set()
         for number, (segment, position) in enumerate(ranges):
@@ -304,7 +313,7 @@ class Layout:
             before = ranges[number - 1][0]
             if number > begin and held.isdisjoint(pages):
                 last = number
-            if number > begin and (segment.whole or before.whole or len(held | pages) > self.batch_pages):
+            if number > begin and (segment.whole or before.whole or len(held | pages) > most):
                 end = last if last > begin and not (segment.whole or before.whole) else number
                 yield ranges[begin:end]
                 begin = end

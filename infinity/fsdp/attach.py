@@ -34,6 +34,7 @@ class Attachment:
             UnsupportedError: If a parameter's local tensor cannot be replaced. Hooks that were already set are removed.
         """
         self._members = sharded.paged_shards
+        self._params = [member.param for member in self._members.values()]
         with ExitStack() as undo:
             for shard, member in self._members.items():
                 self._attach(shard, sharded.device, member, source, listener, undo)
@@ -95,8 +96,9 @@ class Attachment:
         Raises:
             UnsupportedError: If a parameter was replaced with a tensor that would be neither trained nor checkpointed.
         """
-        for member in self._members.values():
-            _check(member)
+        if not torch_private.all_have_local_tensors(self._params, PagedShard):
+            for member in self._members.values():
+                _check(member)
 
     def detach(self) -> None:
         """Remove the hooks. Idempotent. The shards stay paged, and replacing one still raises `UnsupportedError`."""

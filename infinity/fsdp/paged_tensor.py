@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -111,7 +112,8 @@ class PagedTensor(torch.Tensor):
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         device: torch.device,
     ) -> Paged:
-        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
+        # A view must not be an inference tensor, because its base is not one
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 likeness.shape,

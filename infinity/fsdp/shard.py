@@ -2,7 +2,9 @@
 
 FSDP2 obtains the all-gather input of a shard from `fsdp_pre_all_gather`, which returns another tensor without storage.
 When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are copied directly into the buffer. A shard
-may therefore span any number of pages, and needs no intermediate buffer. All other operations behave as described for
+may therefore span any number of pages, and needs no intermediate buffer. If the weights are in device memory, because
+they were prefetched or are GPU-resident, the input is an ordinary tensor. Only the last shard of an FSDP module has an
+input without storage in this case, because copying it ends the gather. All other operations behave as described for
 `PagedTensor`.
 """
 
@@ -91,8 +93,12 @@ class _PreAllGather:
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        handle = self._handle
+        weights = handle.source.gather_input(handle.shard)
+        if weights is not None:
+            return (weights.view(handle.padded),), None
         # A new tensor, because a tensor that was created in inference mode cannot be used outside of it
-        return (GatherInput.make(self._handle, self._handle.padded),), None
+        return (GatherInput.make(handle, handle.padded),), None
 
     __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
@@ -126,11 +132,13 @@ class GatherInput(torch.Tensor):
             args[1].handle.source.gather_into(args[1].handle.shard, args[0])
             return args[0]
         if func is aten._foreach_copy_.default:
-            for destination, source in zip(args[0], args[1], strict=True):
+            pairs = [*zip(args[0], args[1], strict=True)]
+            dense = [pair for pair in pairs if not isinstance(pair[1], GatherInput)]
+            if dense:  # first, because the last shard ends the gather
+                func([destination for destination, _ in dense], [source for _, source in dense])
+            for destination, source in pairs:
                 if isinstance(source, GatherInput):
                     source.handle.source.gather_into(source.handle.shard, destination)
-                else:
-                    destination.copy_(source)
             return None
         if func is torch_private.COPY_IN:
             return torch_private.copy_in(*args)

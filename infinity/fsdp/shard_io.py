@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Mode, Use, gather_accesses
+from infinity.schedule.trace import Access, Mode, Use, gather_accesses
 from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
 
@@ -69,6 +69,10 @@ class _Gather:
         self._accesses = [*gather_accesses(layout, fsdp_module)]
         self.planned = False
         """``True`` if the current gather is part of a training step."""
+        self.inputs: Mapping[int, torch.Tensor] = {}
+        """Weights that are in device memory during the current gather, flat, in the compute dtype, by shard. Empty if
+        the weights are in the host cache.
+        """
         self._prefetched = False
         self._held: AbstractContextManager[list[Content]] | None = None
         self._batch = -1  # number of the batch that is held
@@ -76,19 +80,25 @@ class _Gather:
 
     def begin(self, *, planned: bool) -> None:
         """Begin to gather. `planned` is whether the gather belongs to a training step."""
-        self.planned = planned
+        self.planned, self.inputs = planned, {}
         self._prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
+        if self._prefetched:
+            self.inputs = self._opened.gpu_prefetcher.weights(self.fsdp_module)
+        elif planned and self._opened.pager.gpu_resident(self.fsdp_module):
+            self._hold(tuple(use for access in self._accesses for use in access))
+            self.inputs = self._opened.pager.gpu_resident_weights(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the weights of a shard, padding included, on the current stream."""
         assert destination.nbytes == self._nbytes[shard], "the all-gather input has a different dtype"
-        if self._prefetched:
-            self._opened.gpu_prefetcher.copy_out(shard, destination)
+        if self.inputs:
+            destination.view(-1).copy_(self.inputs[shard].view(destination.dtype))
             return
         into = destination.view(-1).view(torch.uint8)
         for batch, parts in self._layout.shard_parts[shard]:
             if batch != self._batch:
-                self._hold(batch)
+                self._hold(self._accesses[batch])
+                self._batch = batch
             targets, sources = [], []
             for _, page, offset, start, nbytes in parts:
                 targets.append(into[start : start + nbytes])
@@ -96,15 +106,20 @@ class _Gather:
             with self._opened.ledger.part("copy"):
                 self._device.copy_all(targets, sources)
 
-    def _hold(self, batch: int) -> None:
+    def _hold(self, uses: Access) -> None:
         self.release()
-        uses = self._accesses[batch]
         copied = partial(self._device.record_event, self._device.current())
         held = self._opened.pager.access(uses, planned=self.planned, copies=copied)
         with interrupts.held(waits=False):  # an interrupt before `_held` is set would keep the pages pinned
             contents = held.__enter__()
-            self._held, self._batch = held, batch
+            self._held = held
         self._contents = {use.page: content for use, content in zip(uses, contents, strict=True)}
+
+    def end(self) -> None:
+        """End the gather after the last shard was copied."""
+        if self._prefetched:
+            self._opened.gpu_prefetcher.release(self.fsdp_module)
+        self.release()
 
     def release(self) -> None:
         """Release the pages that are held."""
@@ -183,6 +198,22 @@ class ShardIO:
         if self._open is not None:
             self._open.pager.fail(error)
 
+    def gather_input(self, shard: int) -> torch.Tensor | None:
+        """Begin to gather a shard, and return its weights if they are in device memory.
+
+        Returns:
+            The weights in the compute dtype, padding included, flat. ``None`` if the caller must gather the shard with
+            `gather_into`, which is always the case for the last shard of an FSDP module.
+        """
+        fsdp_module = self._layout.shards[shard].fsdp_module
+        shards = self._layout.fsdp_module_shards[fsdp_module]
+        gather = self._gather
+        if shard == shards[0]:
+            gather = self._begin_gather(fsdp_module)
+        if gather is None or gather.fsdp_module != fsdp_module or shard == shards[-1]:
+            return None
+        return gather.inputs.get(shard)
+
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the elements of a shard in the compute dtype, padding included.
 
@@ -193,7 +224,7 @@ class ShardIO:
         shards = self._layout.fsdp_module_shards[fsdp_module]
         gather = self._gather
         try:
-            if gather is None or gather.fsdp_module != fsdp_module or shard == shards[0]:
+            if gather is None or gather.fsdp_module != fsdp_module:
                 gather = self._begin_gather(fsdp_module)
             if torch_private.profiler_is_on():
                 with record_function(f"infinity::gather ({self._layout.shards[shard].spec.name})"):
@@ -213,12 +244,16 @@ class ShardIO:
             planned = opened.listener.gathering(fsdp_module)
         if fsdp_module not in self._gathers:
             self._gathers[fsdp_module] = _Gather(self._layout, self._device, opened, fsdp_module)
-        self._gather = self._gathers[fsdp_module]
-        self._gather.begin(planned=planned)
-        return self._gather
+        self._gather = gather = self._gathers[fsdp_module]
+        try:
+            gather.begin(planned=planned)
+        except BaseException:
+            self._drop_gather()
+            raise
+        return gather
 
     def _end_gather(self, gather: _Gather) -> None:
-        gather.release()
+        gather.end()
         self._gather = None
         opened = self._opened
         opened.ledger.copied(gather.nbytes)

@@ -11,7 +11,7 @@ of the same modules do not read pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.content.layout import Layout, WeightPart
-from infinity.content.views import bytes_of
+from infinity.content.views import bytes_of, torch_dtype
 from infinity.errors import InfinityError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.pager import Pager, Reservation
@@ -42,6 +42,7 @@ class _Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # bytes
+        self.weights: dict[int, dict[int, torch.Tensor]] = {}  # views of the memory, by FSDP module and shard
         self.used: DeviceEvent | None = None  # recorded after the last use of the memory; None before the first use
         self.filled: Future[DeviceEvent] | None = None  # result: the event that follows all copies into the slot
 
@@ -49,8 +50,8 @@ class _Slot:
 class GpuPrefetcher:
     """GPU prefetch buffer: its slots, and the thread that fills them.
 
-    `provide` allocates the slots. `stage` starts prefetching an FSDP module, and `copy_out` copies its shards out of
-    the slot one after another. The slot becomes free after the last shard unless the FSDP module is kept. `drop`
+    `provide` allocates the slots. `stage` starts prefetching an FSDP module, and `weights` waits for its weights, which
+    FSDP2 copies out of the slot. `release` frees the slot after these copies unless the FSDP module is kept. `drop`
     discards prefetched weights before they change. Only the training thread calls these methods.
     """
 
@@ -63,6 +64,10 @@ class GpuPrefetcher:
         """FSDP modules that have slots, and the kept ones among them."""
         self._thread: ThreadPoolExecutor | None = None  # started by `provide`
         self._offsets: dict[int, int] = {}  # offset in the slot by shard, in bytes
+        self._gathers = [
+            [*zip(gather_accesses(layout, fsdp_module), batches, strict=True)]
+            for fsdp_module, batches in enumerate(layout.fsdp_module_gathers)
+        ]
         for shards in layout.fsdp_module_shards:
             starts = accumulate((shard_bytes(layout, shard) for shard in shards), initial=0)
             self._offsets.update(zip(shards, starts, strict=False))
@@ -125,9 +130,7 @@ class GpuPrefetcher:
         device_event = partial(self._device.record_event, self._device.stream("stage"))
         return deque(
             _WeightBatch(self._pager.reservation(access, threaded=True, copies=device_event, ahead=True), parts)
-            for access, parts in zip(
-                gather_accesses(self._layout, fsdp_module), self._layout.fsdp_module_gathers[fsdp_module], strict=True
-            )
+            for access, parts in self._gathers[fsdp_module]
         )
 
     def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_WeightBatch]) -> DeviceEvent:
@@ -158,24 +161,34 @@ class GpuPrefetcher:
                 self._device.copy_all(targets, sources, stream)
         return self._device.record_event(stream)
 
-    def copy_out(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the prefetched weights of a shard, padding included, into a flat tensor on the current stream.
+    def weights(self, fsdp_module: int) -> Mapping[int, torch.Tensor]:
+        """Return the prefetched weights of an FSDP module for later work on the current stream.
+
+        They stay valid until `release`.
+
+        Returns:
+            Flat tensors in the compute dtype, padding included, by shard.
 
         Raises:
-            Exception: The error that occurred while the shard's pages were read.
+            Exception: The error that occurred while the pages were read.
         """
-        fsdp_module = self._layout.shards[shard].fsdp_module
-        slot, stream = self._prefetched[fsdp_module], self._device.current()
-        shards = self._layout.fsdp_module_shards[fsdp_module]
-        if shard == shards[0]:
-            self._filled(slot).before(stream)
-        begin = self._offsets[shard]
-        destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype).view_as(destination))
-        if shard == shards[-1]:
-            slot.used = self._device.record_event(stream)
-            if fsdp_module not in self._own:
-                del self._prefetched[fsdp_module]
-                self._free.append(slot)
+        slot = self._prefetched[fsdp_module]
+        self._filled(slot).before(self._device.current())
+        if fsdp_module not in slot.weights:
+            found = slot.weights[fsdp_module] = {}
+            for shard in self._layout.fsdp_module_shards[fsdp_module]:
+                dtype = torch_dtype(self._layout.format_of(shard).param)
+                nbytes, begin = self._layout.shards[shard].spec.padded * dtype.itemsize, self._offsets[shard]
+                found[shard] = slot.memory[begin : begin + nbytes].view(dtype)
+        return slot.weights[fsdp_module]
+
+    def release(self, fsdp_module: int) -> None:
+        """Free the slot of an FSDP module, unless the module is kept, after the work queued on the current stream."""
+        slot = self._prefetched[fsdp_module]
+        slot.used = self._device.record_event(self._device.current())
+        if fsdp_module not in self._own:
+            del self._prefetched[fsdp_module]
+            self._free.append(slot)
 
     def _filled(self, slot: _Slot) -> DeviceEvent:
         """Wait until all copies into a slot have been issued.

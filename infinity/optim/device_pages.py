@@ -29,6 +29,11 @@ from infinity.optim.update import RangePages
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access, Use
 
+_MOST_QUEUED = 4
+"""Maximum number of unfinished batches. It limits the gradients that wait for an update. It exceeds the number of
+batches on the GPU, so that the link does not idle until this thread learns that a batch has finished.
+"""
+
 
 class JoinedBatch:
     """Arrangement of a batch on the GPU.
@@ -77,6 +82,8 @@ class DevicePages:
         # Cache slots and GPU bytes of the arrays that `leave` copies back
         self._back: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._batches: deque[DeviceEvent] = deque()  # events after batches that may be unfinished
+        # Memory of the next batches, and the event after the last work on it. The next batch uses the first one.
+        self._memory: deque[tuple[torch.Tensor, DeviceEvent]] = deque()
         # Event after all work so far, set from `leave` until the next batch; all reservations of a batch share it
         self._left: DeviceEvent | None = None
 
@@ -113,7 +120,7 @@ class DevicePages:
             StallError: if the GPU does not respond.
             Exception: the first error of the run, if the run has already failed.
         """
-        while len(self._batches) >= BATCHES_ON_DEVICE:
+        while len(self._batches) >= _MOST_QUEUED:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         self._left = None
         page, content = next(iter(held.items()))
@@ -121,8 +128,7 @@ class DevicePages:
             return self._ranges(batch, self._pager.joined_pages(self._layout.pages[page].fsdp_module), grads)
         coming, update = self._device.stream("in"), self._device.stream("update")
         joined = batch.joined
-        with self._device.on(coming):
-            memory = self._allocate(joined.nbytes)
+        memory = self._memory_of(joined.nbytes)
         there: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._back = [], []
         parts = memory.split_with_sizes(joined.sizes)
@@ -140,13 +146,29 @@ class DevicePages:
                     self._back[1].append(part)
         self._device.copy_all(*there, coming)
         self._device.record_event(coming).before(update)
-        self._device.keep(memory, update)
         return self._ranges(batch, [(page, memory[begin:end]) for page, begin, end in joined.pages], grads)
+
+    def _memory_of(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the next batch, and make the stream of copies to the GPU wait for earlier work on it.
+
+        The memory is used in turns, so no more than `BATCHES_ON_DEVICE` batches are on the GPU.
+        """
+        coming = self._device.stream("in")
+        if len(self._memory) == BATCHES_ON_DEVICE:
+            memory, left = self._memory[0]
+            left.before(coming)
+            if memory.nbytes >= nbytes:
+                return memory[:nbytes]
+            self._memory.popleft()
+        with self._device.on(coming):
+            memory = self._allocate(nbytes)
+        self._memory.appendleft((memory, DeviceEvent()))
+        return memory
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.name)
-        except torch.OutOfMemoryError:  # the allocator reuses the memory of earlier batches when they have finished
+        except torch.OutOfMemoryError:  # the allocator reuses memory that finished work has released
             while self._batches:
                 self._pager.wait_for_device(self._batches.popleft(), "update pages")
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.name)
@@ -178,8 +200,8 @@ class DevicePages:
             back = self._device.stream("back")
             update.before(back)
             self._device.copy_all(targets, sources, back)
-            self._device.keep(sources[0], back)  # all sources share one allocation
             self._left = update = self.record_event()
+            self._memory.append((self._memory.popleft()[0], update))
         self._back = [], []
         self._batches.append(update)
 

@@ -347,7 +347,8 @@ class UpdateKernel:
         runner.state.clear()
         if own:
             self._apply(own)
-        for piece in pieces:
+        steps = _copied_steps(pieces, settings, before)
+        for number, piece in enumerate(pieces):
             shape = self.shapes.get(piece.shard)
             states = piece.states
             if shape is None:
@@ -359,10 +360,8 @@ class UpdateKernel:
             param.grad = grad
             prepared.append((piece, param, states))
             if piece.shard in before:
-                scalars = {
-                    key: _copied_for(key, value, piece.master, settings) for key, value in before[piece.shard].items()
-                }
-                runner.state[param] = {**scalars, **states}
+                scalars = {key: copied(value) for key, value in before[piece.shard].items() if key not in steps[number]}
+                runner.state[param] = {**scalars, **steps[number], **states}
             elif self.builds and not method:
                 runner.state[param] = self.build([param], settings).state[param]
         group = {**settings, "params": [param for _, param, _ in prepared]}
@@ -400,15 +399,28 @@ class UpdateKernel:
         return scalars
 
 
-def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
-    """Return a copy of a scalar state on the device where PyTorch's optimizers keep it.
+def _copied_steps(
+    pieces: Sequence[Piece], settings: Mapping[str, Any], before: Mapping[int, Scalars]
+) -> list[dict[str, torch.Tensor]]:
+    """Return copies of the step counts of pieces that must be on the device of the weights, in one operation.
 
-    This is the CPU, except for the step counts of fused and capturable optimizers. These stay on the device of the
-    weights, because reading a step count from the host would wait for all work queued on the GPU.
+    These are the step counts of fused and capturable optimizers, because reading a step count from the host would wait
+    for all work queued on the GPU. All other scalar states stay on the CPU, where PyTorch's optimizers keep them.
     """
-    if key == "step" and isinstance(value, torch.Tensor) and (settings.get("fused") or settings.get("capturable")):
-        return value.detach().to(master.device, copy=True)
-    return copied(value)
+    found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
+    if not (settings.get("fused") or settings.get("capturable")):
+        return found
+    alike: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    for number, piece in enumerate(pieces):
+        step = before[piece.shard].get("step") if piece.shard in before else None
+        if isinstance(step, torch.Tensor):
+            alike.setdefault((step.dtype, step.shape), []).append((number, step))
+    device = pieces[0].master.device
+    for steps in alike.values():
+        copies = torch.stack([step.to(device) for _, step in steps]).unbind()
+        for (number, _), step in zip(steps, copies, strict=True):
+            found[number]["step"] = step
+    return found
 
 
 def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:

@@ -41,7 +41,7 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.update import RangePages, Update
 from infinity.optim.update_thread import UpdateWorker, telling
 from infinity.schedule.pager import Pager, Reservation
-from infinity.schedule.trace import Access, Event, update_accesses, update_order
+from infinity.schedule.trace import Access, Event, batch_access, update_order
 from infinity.telemetry.ledger import Ledger
 
 _SUBMITTED = 1024
@@ -106,7 +106,7 @@ class Updates:
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
-        self._batches: dict[tuple[int, int], Sequence[_UpdateBatch]] = {}
+        self._batches: dict[tuple[int, int, bool], Sequence[_UpdateBatch]] = {}
         """Results of `_batches_of`. They are the same in every step."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
@@ -286,12 +286,14 @@ class Updates:
                 self._submitted.append(job)
 
     def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_UpdateBatch]:
-        if (key := (fsdp_module, components)) not in self._batches:
-            on_device, ranges = self._device_pages is not None, self._layout.fsdp_module_batches[fsdp_module]
-            accesses = update_accesses(self._layout, fsdp_module, components=components)
+        layout, gpu_resident = self._layout, self._pager.gpu_resident(fsdp_module)
+        if (key := (fsdp_module, components, gpu_resident)) not in self._batches:
+            batches = layout.gpu_resident_batches if gpu_resident else layout.fsdp_module_batches.__getitem__
+            found = [(batch, batch_access(batch, components=components)) for batch in batches(fsdp_module)]
+            on_device = self._device_pages is not None
             self._batches[key] = [
-                _UpdateBatch(batch, access, JoinedBatch(self._layout, batch, access) if on_device else None)
-                for batch, access in zip(ranges, accesses, strict=True)
+                _UpdateBatch(batch, access, JoinedBatch(layout, batch, access) if on_device else None)
+                for batch, access in found
             ]
         return self._batches[key]
 

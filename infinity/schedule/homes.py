@@ -7,7 +7,7 @@ reservations order the threads, as they do for all pages, and these events order
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from infinity.content.format import Role
 from infinity.content.joined import JoinedPages
 from infinity.content.layout import Layout, Page
-from infinity.content.views import Content
+from infinity.content.views import Content, bytes_of, torch_dtype
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.trace import Access, Mode
@@ -60,6 +60,7 @@ class GpuResidentPages:
         self.fsdp_modules: frozenset[int] = frozenset()
         """GPU-resident FSDP modules. The training thread changes this set while no reservation is outstanding."""
         self._memory: dict[int, GpuResidentMemory] = {}  # by page
+        self._weights: dict[int, dict[int, torch.Tensor]] = {}  # results of `weights`, by FSDP module
 
     def has(self, uses: Access) -> bool:
         """Return ``True`` if the pages of an access are GPU-resident.
@@ -101,6 +102,20 @@ class GpuResidentPages:
     def joined(self, fsdp_module: int) -> list[tuple[Page, Content]]:
         """Return the joined pages of an FSDP module with their bytes. Call `contents` before."""
         return [joined for memory in dict.fromkeys(self.of(fsdp_module).values()) for joined in memory.joined]
+
+    def weights(self, fsdp_module: int) -> Mapping[int, torch.Tensor]:
+        """Return the weights of an FSDP module by shard: flat, in the compute dtype, padding included."""
+        if fsdp_module not in self._weights:
+            found = self._weights[fsdp_module] = {}
+            pages = {
+                page.segment: (page, content) for page, content in self.joined(fsdp_module) if page.role is Role.PARAM
+            }
+            for shard in self._layout.fsdp_module_shards[fsdp_module]:
+                placed = self._layout.shards[shard]
+                page, content = pages[placed.segment]
+                weights = bytes_of(content).view(torch_dtype(self._layout.segments[placed.segment].format.param))
+                found[shard] = weights.narrow(0, placed.start - page.start, placed.spec.padded)
+        return self._weights[fsdp_module]
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
         """Record that a use of pages has ended.
@@ -158,6 +173,7 @@ class GpuResidentPages:
     def remove(self, fsdp_module: int) -> None:
         """Register that an FSDP module is no longer GPU-resident, and drop its pages."""
         self.fsdp_modules -= {fsdp_module}
+        self._weights.pop(fsdp_module, None)
         for page in self.of(fsdp_module):
             del self._memory[page]
 

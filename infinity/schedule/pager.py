@@ -380,6 +380,11 @@ class Pager:
         with self.transfers.lock:
             return self._gpu_resident_pages.joined(fsdp_module)
 
+    def gpu_resident_weights(self, fsdp_module: int) -> Mapping[int, torch.Tensor]:
+        """Return the weights of a GPU-resident FSDP module by shard, during an access to their pages."""
+        with self.transfers.lock:
+            return self._gpu_resident_pages.weights(fsdp_module)
+
     def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentMemory]) -> None:
         """Make an FSDP module GPU-resident. The copies to the device are only queued when this method returns."""
         gradients = [page for page in self._layout.fsdp_module_pages[fsdp_module] if page.role is Role.GRAD]

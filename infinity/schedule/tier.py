@@ -27,9 +27,9 @@ follows. Weights are kept for the FSDP modules that are gathered last in forward
 soonest. GPU-resident FSDP modules are spread evenly over the step, so that the remaining transfers overlap the
 computation of all FSDP modules.
 
-The first FSDP modules that a step gathers, usually the root and the first layer, have priority over all others,
-because the backward pass computes their gradients last. Unless they are GPU-resident, the next step begins by waiting
-until their updated weights have been copied to the host and back.
+The first FSDP modules that a step gathers, usually the root and two layers, are the first to become GPU-resident,
+because the backward pass computes their gradients last. Otherwise, the next step would begin by waiting until their
+updated weights have been copied to the host and back.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SLOTS: Final = 2
 """Number of FSDP modules for which the GPU prefetch buffer has room. While the weights of one are copied to the device,
 the gather copies the weights of the other out of the buffer.
 """
-_FIRST_MODULES: Final = 2
+_FIRST_MODULES: Final = 3
 """Number of FSDP modules at the start of a step that are the first to become GPU-resident."""
 _STAGED_ALIGNMENT: Final = 256
 """Alignment of shards in the GPU prefetch buffer in bytes, because CUDA kernels read aligned vectors."""
@@ -96,9 +96,10 @@ class _Choice:
     """``True`` if the whole FSDP module is GPU-resident, or ``False`` if only its weights are kept."""
     nbytes: int
     """Required device memory, in bytes."""
-    rank: tuple[float, float, float]
-    """Order of preference, smallest first: 0 for the first FSDP modules of a step, otherwise 1; minus the bytes saved
-    per step and byte of memory; and a number that orders choices that save the same."""
+    saved: float
+    """Traffic saved per step and byte of memory, over the link and on the drives, in bytes."""
+    order: float
+    """Rank among choices that save the same. The smallest value comes first."""
 
 
 def with_device(
@@ -128,7 +129,7 @@ def with_device(
     gpu_resident: set[int] = set()
     taken = 0
     choices = _choices(update_schedule, events, layout, host_bytes, update_on_device=update_on_device)
-    for choice in sorted(choices, key=lambda choice: choice.rank):
+    for choice in sorted(choices, key=lambda choice: (-round(choice.saved, 6), choice.order)):
         if choice.fsdp_module in gpu_resident or (choice.fsdp_module in kept and not choice.gpu_resident):
             continue
         away = gpu_resident | {choice.fsdp_module} if choice.gpu_resident else gpu_resident
@@ -171,8 +172,9 @@ def _choices(
         if later[fsdp_module] > 1:
             kept = fsdp_module_bytes(layout, fsdp_module)
             saved = (later[fsdp_module] - 1) * kept * of_weights
-            rank = (1, -round(saved / kept, 6), -position)
-            found.append(_Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, rank=rank))
+            found.append(
+                _Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, saved=saved / kept, order=-position)
+            )
         if layout.fsdp_module_segments[fsdp_module] and not update_on_device:
             continue
         w, s, g = _bytes_by_role(
@@ -183,10 +185,13 @@ def _choices(
         saved = (gathers[fsdp_module] + updates) * w * of_weights + 2 * (
             updates * s + arrivals[fsdp_module] * g
         ) * of_others
-        nbytes = w + s + g
-        rank = (int(position >= _FIRST_MODULES), -round(saved / nbytes, 6), evenly(position))
-        found.append(_Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=nbytes, rank=rank))
-    return found
+        nbytes, others = w + s + g, position - _FIRST_MODULES  # number of a module after the first ones
+        order = evenly(others + 1) if others >= 0 else -1  # + 1, so that none begins next to the first ones
+        found.append(
+            _Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=nbytes, saved=saved / nbytes, order=order)
+        )
+    most = max((choice.saved for choice in found if choice.gpu_resident), default=0.0)
+    return [replace(choice, saved=most) if choice.gpu_resident and choice.order < 0 else choice for choice in found]
 
 
 def _lacking(nbytes: int, room: int) -> float:

@@ -161,11 +161,10 @@ there are several ranks.
 def copy_in(
     inputs: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], numel: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Perform `COPY_IN` one input at a time, so that inputs without storage are never materialized."""
+    """Perform `COPY_IN` as one list operation, so that inputs without storage are never materialized."""
     own = output.narrow(0, numel * rank, numel)
     with interrupts.held(waits=False), torch.no_grad():
-        for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
-            destination.copy_(source)
+        torch._foreach_copy_(list(torch.split(own, list(sizes))), list(inputs))
     return own, output
 
 

@@ -8,7 +8,7 @@ the pinned one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -318,6 +318,18 @@ def has_gradient_dtype(param: nn.Parameter) -> bool:
     return param.requires_grad and param.grad_dtype != param.dtype
 
 
+def all_have_local_tensors(params: Iterable[Any], kind: type) -> bool:
+    """Return whether the local tensors of all parameters are of a type, and their gradients have the same dtype.
+
+    This is a single function because every forward calls it.
+    """
+    for param in params:
+        sharded = param.sharded_param
+        if type(sharded._local_tensor) is not kind or (sharded.requires_grad and sharded.grad_dtype != sharded.dtype):
+            return False
+    return True
+
+
 def reduces(param: Any) -> bool:
     """Return whether gradients of a parameter are reduced across several ranks."""
     return bool(param.mesh_info.mesh.size() > 1)
@@ -440,12 +452,14 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
             match.
     """
     grad = param.grad
-    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+    if not isinstance(grad, DTensor):
+        return grad  # type: ignore[return-value]
+    if isinstance(param, DTensor) and grad._spec.placements != param._spec.placements:
         raise UnsupportedError(
             f"a gradient was assigned with placements {grad.placements}, but its parameter has {param.placements}; "
             "assign grad.redistribute(param.device_mesh, param.placements)"
         )
-    return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
+    return grad._local_tensor
 
 
 def add_up_gradients(module: Any) -> None:

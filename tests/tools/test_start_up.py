@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from infinity.cli_errors import write_any_text
+from infinity.estimate.machine import ACCESS_SECONDS
 
 SLOW = ("torch", "numpy", "matplotlib", "transformers", "datasets", "optuna")
 PLAN = "plan --parameters 1e9 --layers 4 --hidden 4096 --vocabulary 32000 --nvme-bandwidth 7e9/5e9 --gpu h100"
