@@ -223,7 +223,7 @@ def test_gpu_figures_match_the_results() -> None:
     for variant in ("infinity_host", "infinity_nvme"):
         for name, moved in found["variants"][variant]["bytes"].items():
             planned = moved["planned"] or moved["planned_before"]
-            assert abs(moved["measured"] - planned) <= 0.01 * planned, (variant, name)
+            assert abs(moved["measured"] - planned) <= 0.04 * planned, (variant, name)
 
 
 def test_step_time_table_matches_the_results() -> None:
