@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trl import DPOTrainer  # type: ignore[attr-defined]
 
+from infinity import torch_private
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.integrations.transformers.trainer import reshard
@@ -74,6 +75,9 @@ class PreferenceTrainer(DPOTrainer):  # type: ignore[misc]
     def _computed(self, dataset: Any) -> dict[str, Any]:
         """Return the columns that TRL expects, computed with the current weights."""
         self.create_optimizer()  # starts the run, so that the weights exist
+        # FSDP2 prepares the parameters in the first forward. Here, it runs without adapters, whose parameters then
+        # require no gradients, so FSDP2 would not learn the dtype of their gradients.
+        torch_private.initialize_state(next(filter(torch_private.is_sharded_module, self.model.modules())))
         self.model.eval()
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         loader = self.accelerator.prepare(DataLoader(dataset, size, collate_fn=self.data_collator))
