@@ -130,8 +130,8 @@ def choose_budget(
         least = least_cache_slots(widest_access(layout))
         if cache_slots < min(least, len(layout.pages)):
             raise BudgetError(_explain(layout, host_bytes, least, other_bytes, activations))
-        cache_slots = min(cache_slots, len(layout.pages))
         batch_pages = min(cache_slots // _BATCH_PART, _LARGEST_BATCH // layout.page_bytes)
+        cache_slots = min(cache_slots, len(layout.pages))
         if cache_slots < len(layout.pages):  # three threads may hold a batch each, in addition to the widest access
             batch_pages = min(batch_pages, max(1, (cache_slots - least) // 3))
         return Budget(replace(layout, batch_pages=batch_pages), cache_slots, of_activations)
