@@ -266,16 +266,6 @@ class Layout:
             yield tuple(batch)
 
     @cached_property
-    def shard_parts(self) -> tuple[tuple[tuple[int, tuple[WeightPart, ...]], ...], ...]:
-        """Weights of every shard, as (number of the batch in `fsdp_module_gathers`, parts)."""
-        found: list[list[tuple[int, tuple[WeightPart, ...]]]] = [[] for _ in self.shards]
-        for batches in self.fsdp_module_gathers:
-            for number, batch in enumerate(batches):
-                for shard, parts in itertools.groupby(batch, attrgetter("shard")):
-                    found[shard].append((number, tuple(parts)))
-        return tuple(map(tuple, found))
-
-    @cached_property
     def fsdp_module_segments(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the trainable segments of every FSDP module."""
         members: list[list[int]] = [[] for _ in self.fsdp_modules]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
-from infinity.content.layout import Layout, Page, overlapping
+from infinity.content.layout import Layout, Page, WeightPart, overlapping
 from infinity.content.views import Content, bytes_of, clear, put, read_section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
@@ -58,11 +58,13 @@ class _Gather:
     """
 
     def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int) -> None:
-        self._layout, self._device, self._opened = layout, device, opened
-        self.fsdp_module = fsdp_module
+        self._device, self._opened, self.fsdp_module = device, opened, fsdp_module
+        # Parts of every shard, by shard and by number of the batch whose pages contain them
+        self._parts: dict[int, dict[int, list[WeightPart]]] = defaultdict(dict)
         self._nbytes = Counter[int]()  # bytes of the weights by shard, padding included
-        for batch in layout.fsdp_module_gathers[fsdp_module]:
+        for number, batch in enumerate(layout.fsdp_module_gathers[fsdp_module]):
             for part in batch:
+                self._parts[part.shard].setdefault(number, []).append(part)
                 self._nbytes[part.shard] += part.nbytes
         self.nbytes = self._nbytes.total()
         """Bytes of all weights."""
@@ -85,7 +87,7 @@ class _Gather:
         if self._prefetched:
             self.inputs = self._opened.gpu_prefetcher.weights(self.fsdp_module)
         elif planned and self._opened.pager.gpu_resident(self.fsdp_module):
-            self._hold(tuple(use for access in self._accesses for use in access))
+            self._hold(tuple(dict.fromkeys(use for access in self._accesses for use in access)))
             self.inputs = self._opened.pager.gpu_resident_weights(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
@@ -95,7 +97,7 @@ class _Gather:
             destination.view(-1).copy_(self.inputs[shard].view(destination.dtype))
             return
         into = destination.view(-1).view(torch.uint8)
-        for batch, parts in self._layout.shard_parts[shard]:
+        for batch, parts in self._parts[shard].items():
             if batch != self._batch:
                 self._hold(self._accesses[batch])
                 self._batch = batch

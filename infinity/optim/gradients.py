@@ -8,7 +8,9 @@ gradient is *held* as a tensor on the compute device until all gradients of its 
 `p.grad` in between reach this module through a `PagedGradient`.
 
 An fp32 gradient may be stored as two *components*, its upper and lower 16-bit halves, in separate pages. The lower
-halves are stored only if they are not all zero.
+halves are stored only if they are not all zero. On a GPU, the number of nonzero halves is known only after a wait. If
+the lower halves of an FSDP module were zero so far, they are assumed to be zero again, and this is checked when the
+gradients of the next FSDP module are stored, or when the gradients are needed (`_check_halves`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from mmap import PAGESIZE
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -131,6 +134,7 @@ class OneGradient:
         if self.held is not None:
             self.owner.close_arrivals()
         owner, layout = self.owner, self.owner._layout
+        owner._check_halves()
         placed = layout.shards[self.shard]
         segment, device = layout.segments[placed.segment], owner._parameters[self.shard].device
         if self.zero:
@@ -203,6 +207,16 @@ class OneGradient:
         self.edits = []
 
 
+class _Unchecked(NamedTuple):
+    """Stored gradients of an FSDP module whose lower halves are assumed to be zero."""
+
+    fsdp_module: int
+    values: Mapping[int, torch.Tensor]
+    """Gradients on the device, by shard."""
+    counted: DeviceEvent
+    """Event after the copy of the number of nonzero lower halves to the host."""
+
+
 class Gradients:
     """Gradients of this rank, from their arrival until an update consumes them.
 
@@ -253,6 +267,7 @@ class Gradients:
         if device.asynchronous:
             memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
             self._on_host = memory.view(torch.int64)[:1]
+        self._unchecked: _Unchecked | None = None
         self._closed = False
 
     def close(self) -> None:
@@ -269,6 +284,7 @@ class Gradients:
         for gradient in self._current.values():
             gradient.end(CLOSED)
         self._parameters, self._stored, self._current, self._arrivals = {}, {}, {}, {}
+        self._unchecked = None
         del self._pager, self._planner, self._updates, self._recording, self._ledger
 
     def name(self, shard: int) -> str:
@@ -448,14 +464,16 @@ class Gradients:
     def _unstore(self, gradient: OneGradient) -> None:
         fsdp_module = self._layout.shards[gradient.shard].fsdp_module
         if gradient.stored:
+            self._check_halves()
             gradient.stored = False
             del self._stored[fsdp_module][gradient.shard]
             if not self._stored[fsdp_module]:
                 del self._stored[fsdp_module]
                 self._discard(fsdp_module)
 
-    def store_zeros(self) -> None:
-        """Store gradients whose elements are all zero, so that updates use them."""
+    def complete(self) -> None:
+        """Store what updates need in addition: lower halves that turn out not to be zero, and zero gradients."""
+        self._check_halves()
         for gradient in list(self._current.values()):
             if gradient.zero:
                 self._write(gradient, gradient.load().reshape(-1))
@@ -497,9 +515,8 @@ class Gradients:
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
             before = self.components.get(fsdp_module, 1)
-            components = max(
-                before, self._components_of(fsdp_module, totals, added=any(shard in stored for shard in totals))
-            )
+            added = any(shard in stored for shard in totals)
+            components = max(before, self._components_of(fsdp_module, totals, added=added, later=True))
             self._recording.gradients(fsdp_module, components)
             self.components[fsdp_module] = components
             accesses = store_gradient_accesses(
@@ -521,34 +538,53 @@ class Gradients:
         # Appended, so that the dictionary keeps the order of arrival
         self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}
 
-    def _components_of(self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
+    def _components_of(
+        self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool, later: bool = False
+    ) -> int:
         """Return how many components are needed to store the gradients of an FSDP module exactly.
 
-        If gradients were `added`, all components are assumed to be needed.
+        Args:
+            added: whether the values are sums, for which all components are assumed to be needed.
+            later: whether the number may be too small, if `_check_halves` is called afterwards.
         """
-        segments = [self._layout.segments[index] for index in self._layout.fsdp_module_segments[fsdp_module]]
-        pages = [page for segment in segments for first in segment.grad_pages[:1] for page in first]
-        divided = [
-            part
-            for page in pages
-            if self._layout.segments[page.segment].format.grads == HALVES
-            for _, _, part in self._slices(page, values)
-        ]
-        if not divided:
+        self._check_halves()
+        layout = self._layout
+        if not any(layout.format_of(shard).grads == HALVES and layout.shards[shard].spec.numel for shard in values):
             return 1
         if added or (self._device.asynchronous and self._summed) or self.components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
         # Sum on the device, so that the host waits only once
-        return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
-
-    def _number(self, value: torch.Tensor | int) -> int:
-        """Wait for a number that the device computes, and return it."""
-        if self._on_host is None or isinstance(value, int):
-            return int(value)
+        nonzero = sum(
+            torch.count_nonzero(halves(part)[1])
+            for segment in map(layout.segments.__getitem__, layout.fsdp_module_segments[fsdp_module])
+            if segment.format.grads == HALVES
+            for page in segment.grad_pages[0]
+            for _, _, part in self._slices(page, values)
+        )
+        if self._on_host is None or isinstance(nonzero, int):
+            return len(HALVES) if nonzero else 1
         stream = self._device.current()
-        self._device.copy(self._on_host, value.reshape(1), stream)
-        self._pager.wait_for_device(self._device.record_event(stream), "look at gradients")
-        return int(self._on_host.item())
+        self._device.copy(self._on_host, nonzero.reshape(1), stream)
+        unchecked = _Unchecked(fsdp_module, values, self._device.record_event(stream))
+        if later and fsdp_module in self.components:
+            self._unchecked = unchecked
+            return 1
+        return len(HALVES) if self._has_lower_halves(unchecked) else 1
+
+    def _has_lower_halves(self, unchecked: _Unchecked) -> bool:
+        """Wait until the device has counted the lower halves, and return whether any of them is not zero."""
+        assert self._on_host is not None
+        self._pager.wait_for_device(unchecked.counted, "look at gradients")
+        return bool(self._on_host.item())
+
+    def _check_halves(self) -> None:
+        """Check the assumption that the lower halves of the gradients stored last are zero. If not, store them."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None and self._has_lower_halves(unchecked):
+            with interrupts.held():
+                self._add_components(unchecked.fsdp_module, len(HALVES))
+                for shard, values in unchecked.values.items():
+                    self._write_pages(shard, values.reshape(-1), first=1)
 
     def _walk(
         self,
@@ -624,8 +660,7 @@ class Gradients:
 
     def _write_whole(self, gradient: OneGradient, values: torch.Tensor) -> None:
         shard = gradient.shard
-        placed = self._layout.shards[shard]
-        fsdp_module, segment = placed.fsdp_module, self._layout.segments[placed.segment]
+        fsdp_module = self._layout.shards[shard].fsdp_module
         self.looked_at = self.changed = True
         values = values.contiguous()
         if fsdp_module not in self._stored:
@@ -634,14 +669,20 @@ class Gradients:
             return
         self._updates.run_pending(fsdp_module)
         self._add_components(fsdp_module, self._components_of(fsdp_module, {shard: values}, added=False))
-        components = gradient_components(segment.format, values)
-        for pages, component in zip(segment.grad_pages[: self.components[fsdp_module]], components, strict=False):
-            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
-                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
-                    part = component[first - placed.start : last - placed.start]
-                    section(content, page, self._layout, first, last).copy_(part)
+        self._write_pages(shard, values)
         gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
         self._stored[fsdp_module][shard] = gradient
+
+    def _write_pages(self, shard: int, values: torch.Tensor, first: int = 0) -> None:
+        """Write the components of a gradient, from number `first` on, into its pages. `values` is flat."""
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
+        pages = segment.grad_pages[first : self.components[placed.fsdp_module]]
+        for of_component, component in zip(pages, gradient_components(segment.format, values)[first:], strict=False):
+            for page, low, high in overlapping(of_component, placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
+                    part = component[low - placed.start : high - placed.start]
+                    section(content, page, self._layout, low, high).copy_(part)
 
     def _add_components(self, fsdp_module: int, components: int) -> None:
         """Increase the number of stored components of an FSDP module's gradients. New components are zero."""

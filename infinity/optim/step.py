@@ -128,9 +128,7 @@ class StepRunner:
         planner.update_on_device = update_on_device
         self._whole = whole
         self._recording = Recording()  # events of the current step
-        self.updates = Updates(
-            layout, pager, device, gpu_prefetcher, update_on_device, planner, base_optimizer, worker, ledger, whole
-        )
+        self.updates = Updates(layout, pager, device, update_on_device, planner, base_optimizer, worker, ledger, whole)
         """Running and pending updates."""
         in_memory = base_optimizer.in_memory.sharded
         self._in_memory = {layout.shards[shard].fsdp_module for shard in in_memory}  # FSDP modules
@@ -389,7 +387,7 @@ class StepRunner:
             elif self.planner.wanted == "auto":
                 late |= self._looked_between or bool(self._base_optimizer.changed_setting())
             gradients.close_arrivals()
-            gradients.store_zeros()
+            gradients.complete()
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)

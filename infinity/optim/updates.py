@@ -30,7 +30,6 @@ from torch.profiler import record_function
 from infinity import interrupts
 from infinity.content.layout import Layout, RangeBatch
 from infinity.fsdp.gradient import Edit
-from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device, DeviceEvent
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.device_pages import DevicePages, JoinedBatch
@@ -72,7 +71,6 @@ class Updates:
     While an update runs, only the worker's thread writes `scalars` and `elements`.
 
     Args:
-        gpu_prefetcher: drops prefetched weights of FSDP modules that are updated.
         update_on_device: whether pages are updated on the GPU.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
     """
@@ -82,7 +80,6 @@ class Updates:
         layout: Layout,
         pager: Pager,
         device: Device,
-        gpu_prefetcher: GpuPrefetcher,
         update_on_device: bool,
         planner: StepPlanner,
         base_optimizer: BaseOptimizer,
@@ -92,7 +89,7 @@ class Updates:
     ) -> None:
         self._whole = whole
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
-        self._base_optimizer, self._worker, self._gpu_prefetcher = base_optimizer, worker, gpu_prefetcher
+        self._base_optimizer, self._worker = base_optimizer, worker
         # Either gradients are copied to the host, or pages to the GPU. Only the worker's thread uses these objects.
         self._fetcher = None if update_on_device else GradientFetcher(layout, device, pager)
         self._device_pages = DevicePages(layout, device, pager) if update_on_device else None
@@ -266,7 +263,6 @@ class Updates:
     def _run(self, fsdp_module: int, update: Update, *, planned: bool = True) -> None:
         """Reserve the pages of an FSDP module, and submit its batches to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
-        self._gpu_prefetcher.drop(fsdp_module)
         # If updates run on their own thread, this record in a profile covers only the submission of the update.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from torch import nn
 
 from infinity.content.format import Role
 from infinity.content.halves import halves, joined
+from infinity.memory.device import DeviceEvent
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer_clone import settings_of
 from infinity.optim.update import RangePages, Update
 from infinity.schedule.trace import EventKind, range_access, stored_components
 from support import models
+from support.device.simulation import simulation
 from support.layouts import transformer
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
 
@@ -117,6 +121,49 @@ def test_nonfinite_gradients_do_not_change_the_plan(tmp_path: Path) -> None:
         gradients = [event for event in optimizer.run.planner.events if event.kind is EventKind.GRADIENTS]
         assert gradients
         assert all(event.components == 1 for event in gradients)
+
+
+def test_lower_halves_do_not_delay_the_host_on_a_gpu(tmp_path: Path) -> None:
+    """From the second step on, they are counted while the host continues, and stored if they turn out not to be zero.
+
+    In step 3, a hook makes them nonzero. `waits` are the waits for counts, in backward and after it, step by step.
+    """
+
+    def losses(model: nn.Module, optimizer: Any, waits: list[int]) -> list[float]:
+        found = []
+        for number in range(5):
+            if number == 3:
+                for param in model.parameters():
+                    param.register_post_accumulate_grad_hook(lambda param: param.grad.div_(3))  # type: ignore[union-attr]
+            waits.append(0)
+            loss = models.loss_of(model, batch(model, number, sequences=2))
+            loss.backward()
+            waits.append(0)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    recipe = Recipe(model="even", steps=5)
+    plain = build(recipe)
+    expected = losses(plain, make_optimizer(recipe, plain), [])
+    for paging in (LEAST, replace(LEAST, update_schedule="after_backward")):
+        waits: list[int] = []
+        with simulation("late-updates", recipe.seed), offloaded(recipe, paging, tmp_path) as (model, optimizer):
+            pager = optimizer.run.pager
+            waiting = pager.wait_for_device
+
+            def wait(event: DeviceEvent, what: str) -> None:
+                waits[-1] += what == "look at gradients"
+                waiting(event, what)
+
+            with patch.object(pager, "wait_for_device", wait):
+                assert losses(model, optimizer, waits) == expected
+            gradients = [event for event in optimizer.run.planner.events if event.kind is EventKind.GRADIENTS]
+        assert all(event.components == 2 for event in gradients)
+        modules = len(optimizer.run.layout.fsdp_modules)
+        assert waits == [modules, 0, *(3 * [modules - 1, 1]), 0, 0]
 
 
 def test_fp32_gradients_are_stored_without_halves(tmp_path: Path) -> None:
