@@ -32,6 +32,8 @@ from infinity.store.extents import (
     SlotClass,
     file_sizes,
     further_slots,
+    missing_slots,
+    overlapping,
     plan_slots,
     spread,
 )
@@ -149,6 +151,17 @@ def content_of(index: int, number: int) -> bytes:
     """Return the content of one version of a page; every version differs."""
     pattern = f"page {index} version {number:08d} ".encode()
     return (pattern * (PAGES[index].nbytes // len(pattern) + 1))[: PAGES[index].nbytes]
+
+
+def test_slots_that_overlap_extents_of_checkpoints_do_not_count() -> None:
+    """Checkpoints of another page size may occupy parts of slots."""
+    length = 4096
+    slots, used = SlotClass(path=0, length=length, offset=0, count=4), Extent(0, length // 2, length)
+    more = missing_slots([slots], {(0, length): 4}, [used])
+    assert [(item.offset, item.count) for item in more] == [(4 * length, 1)]  # two slots and the extent remain
+    assert not missing_slots([slots], {(0, length): 4}, [Extent(0, length, length)])
+    assert overlapping([used, Extent(0, length, length)]) == Extent(0, length, length)
+    assert overlapping([Extent(0, 0, length), Extent(0, length, length), Extent(1, 0, length)]) is None
 
 
 def test_pages_are_hashed_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
