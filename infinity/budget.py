@@ -11,6 +11,7 @@ import numpy as np
 from infinity.config import ActivationsConfig
 from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
 from infinity.content.layout import (
+    LARGEST_GPU_RESIDENT_BATCH,
     PAGE_ALIGNMENT,
     FSDPModuleSpec,
     Layout,
@@ -273,9 +274,14 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 def device_update_bytes(layout: Layout) -> int:
     """Return the maximum device memory, in bytes, that updates use.
 
-    It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call.
+    It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call. The temporaries
+    take at most as much memory as a batch, or half as much as a batch of GPU-resident pages: copies of the stored
+    gradients, and those of an optimizer that is not fused.
     """
-    return (BATCHES_ON_DEVICE + 1) * max(layout.batch_pages, widest_access(layout)) * layout.page_bytes
+    module_pages = max(map(len, layout.fsdp_module_pages), default=0)
+    batch = min(module_pages, max(layout.batch_pages, widest_access(layout))) * layout.page_bytes
+    resident_batch = min(module_pages * layout.page_bytes, LARGEST_GPU_RESIDENT_BATCH)
+    return BATCHES_ON_DEVICE * batch + max(batch, resident_batch // 2)
 
 
 def widest_access(layout: Layout) -> int:

@@ -39,10 +39,8 @@ from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role, StateFormat
 from infinity.errors import BudgetError
 from infinity.units import align_up
 
-_LARGEST_GPU_RESIDENT_BATCH = 1 << 30
-"""Maximum number of bytes of GPU-resident pages that are updated together. An update of them needs about a third of it
-as temporary memory if the optimizer is not fused.
-"""
+LARGEST_GPU_RESIDENT_BATCH = 512 << 20
+"""Maximum number of bytes of GPU-resident pages that are updated together."""
 RANGE_ALIGNMENT = 2048
 PAGE_ALIGNMENT = 4096
 
@@ -291,8 +289,8 @@ class Layout:
         return tuple(tuple(self._batches(ranges, self.batch_pages)) for ranges in self.fsdp_module_ranges)
 
     def gpu_resident_batches(self, fsdp_module: int) -> tuple[RangeBatch, ...]:
-        """Batches of an FSDP module while it is GPU-resident. Their size limits only temporary memory of the update."""
-        most = max(self.batch_pages, _LARGEST_GPU_RESIDENT_BATCH // self.page_bytes)
+        """Batches of an FSDP module while it is GPU-resident. Their size limits the temporary memory of an update."""
+        most = max(self.batch_pages, LARGEST_GPU_RESIDENT_BATCH // self.page_bytes)
         return tuple(self._batches(self.fsdp_module_ranges[fsdp_module], most))
 
     def _batches(self, ranges: RangeBatch, most: int) -> Iterator[RangeBatch]:

@@ -2,10 +2,12 @@
 
 FSDP2 obtains the all-gather input of a shard from `fsdp_pre_all_gather`, which returns another tensor without storage.
 When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are copied directly into the buffer. A shard
-may therefore span any number of pages, and needs no intermediate buffer. If the weights are in device memory, because
-they were prefetched or are GPU-resident, the input is an ordinary tensor. Only the last shard of an FSDP module has an
-input without storage in this case, because copying it ends the gather. All other operations behave as described for
+may therefore span any number of pages, and needs no intermediate buffer. All other operations behave as described for
 `PagedTensor`.
+
+If weights that a training step gathers are in device memory, because they were prefetched or are GPU-resident, the
+input is an ordinary tensor. Only the last shard of an FSDP module has an input without storage then, because copying it
+ends the gather.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class PagedShard(PagedTensor):
 
 
 class _PreAllGather:
-    """Return the all-gather input of a shard.
+    """Return the all-gather input of a shard. The first shard of an FSDP module begins the gather.
 
     FSDP2 inspects the signature in every gather of every parameter. `__signature__` avoids building it each time.
     """

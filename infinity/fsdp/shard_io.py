@@ -124,7 +124,8 @@ class _Gather:
         self.release()
 
     def release(self) -> None:
-        """Release the pages that are held."""
+        """Release the pages and the device memory that are held."""
+        self.inputs = {}
         if self._held is not None:
             interrupts.begin()  # after an interrupt, the pages would stay pinned
             try:

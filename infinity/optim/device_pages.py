@@ -29,9 +29,9 @@ from infinity.optim.update import RangePages
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access, Use
 
-_MOST_QUEUED = 4
-"""Maximum number of unfinished batches. It limits the gradients that wait for an update. It exceeds the number of
-batches on the GPU, so that the link does not idle until this thread learns that a batch has finished.
+_MOST_QUEUED = BATCHES_ON_DEVICE + 1
+"""Maximum number of unfinished batches. It limits the gradients that wait for an update, and the pinned pages. The
+additional batch keeps the link busy until this thread learns that a batch has finished.
 """
 
 
@@ -151,7 +151,7 @@ class DevicePages:
     def _memory_of(self, nbytes: int) -> torch.Tensor:
         """Return memory for the next batch, and make the stream of copies to the GPU wait for earlier work on it.
 
-        The memory is used in turns, so no more than `BATCHES_ON_DEVICE` batches are on the GPU.
+        Batches use `BATCHES_ON_DEVICE` buffers in turns. The buffers stay allocated.
         """
         coming = self._device.stream("in")
         if len(self._memory) == BATCHES_ON_DEVICE:
@@ -160,6 +160,7 @@ class DevicePages:
             if memory.nbytes >= nbytes:
                 return memory[:nbytes]
             self._memory.popleft()
+            del memory  # it is too small, so free it first
         with self._device.on(coming):
             memory = self._allocate(nbytes)
         self._memory.appendleft((memory, DeviceEvent()))

@@ -511,6 +511,7 @@ class Gradients:
     def _store(self, fsdp_module: int, arrivals: Mapping[int, OneGradient]) -> None:
         """Add the held gradients of an FSDP module to its stored gradients, and store the sums."""
         self._updates.run_pending(fsdp_module)
+        self._check_halves()  # may change the number of components of the same FSDP module
         stored = self._stored.pop(fsdp_module, {})
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
@@ -527,6 +528,7 @@ class Gradients:
             with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
         except BaseException:  # some pages already hold sums, but others do not
+            self._unchecked = None
             for gradient in (stored | dict(arrivals)).values():
                 gradient.end(CUT_OFF)
             with suppress(Exception):  # such as an I/O error, which the outer exception already reports
@@ -584,6 +586,7 @@ class Gradients:
             with interrupts.held():
                 self._add_components(unchecked.fsdp_module, len(HALVES))
                 for shard, values in unchecked.values.items():
+                    self._device.keep(values, self._device.current())
                     self._write_pages(shard, values.reshape(-1), first=1)
 
     def _walk(

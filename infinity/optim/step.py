@@ -274,6 +274,7 @@ class StepRunner:
                 f"{method}() was called between backward and step(); call it after step() and zero_grad()"
             )
         self.flush_updates()
+        self._gpu_prefetcher.drop()  # a forward without a backward may have prefetched weights of the current mode
         with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
             self.updates.switch(method)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -68,7 +68,9 @@ class UpdateWorker:
         return self._last
 
     def _run(self, job: Callable[[], None]) -> None:
-        with telling(self._failed), torch.no_grad():
+        # An evaluation may run pending updates in inference mode, but their tensors are used outside of it, too
+        inference = torch.is_inference_mode_enabled()
+        with telling(self._failed), torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
             job()
 
     def drain(self) -> None:

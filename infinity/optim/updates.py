@@ -104,7 +104,7 @@ class Updates:
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
         """Futures of the most recent updates in order, except updates that ran immediately."""
         self._batches: dict[tuple[int, int, bool], Sequence[_UpdateBatch]] = {}
-        """Results of `_batches_of`. They are the same in every step."""
+        """Results of `_batches_of`, by FSDP module, number of components, and whether the module is GPU-resident."""
         # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
         self._pending: dict[int, Update] = {}  # updates that have not run when the step ends, by FSDP module
@@ -284,12 +284,14 @@ class Updates:
     def _batches_of(self, fsdp_module: int, components: int) -> Sequence[_UpdateBatch]:
         layout, gpu_resident = self._layout, self._pager.gpu_resident(fsdp_module)
         if (key := (fsdp_module, components, gpu_resident)) not in self._batches:
-            batches = layout.gpu_resident_batches if gpu_resident else layout.fsdp_module_batches.__getitem__
-            found = [(batch, batch_access(batch, components=components)) for batch in batches(fsdp_module)]
+            batches = (
+                layout.gpu_resident_batches(fsdp_module) if gpu_resident else layout.fsdp_module_batches[fsdp_module]
+            )
+            accesses = [batch_access(batch, components=components) for batch in batches]
             on_device = self._device_pages is not None
             self._batches[key] = [
                 _UpdateBatch(batch, access, JoinedBatch(layout, batch, access) if on_device else None)
-                for batch, access in found
+                for batch, access in zip(batches, accesses, strict=True)
             ]
         return self._batches[key]
 

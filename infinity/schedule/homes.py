@@ -107,14 +107,16 @@ class GpuResidentPages:
         """Return the weights of an FSDP module by shard: flat, in the compute dtype, padding included."""
         if fsdp_module not in self._weights:
             found = self._weights[fsdp_module] = {}
-            pages = {
-                page.segment: (page, content) for page, content in self.joined(fsdp_module) if page.role is Role.PARAM
-            }
+            joined = self.joined(fsdp_module)
+            pages = {page.segment: (page.start, content) for page, content in joined if page.role is Role.PARAM}
             for shard in self._layout.fsdp_module_shards[fsdp_module]:
-                placed = self._layout.shards[shard]
-                page, content = pages[placed.segment]
-                weights = bytes_of(content).view(torch_dtype(self._layout.segments[placed.segment].format.param))
-                found[shard] = weights.narrow(0, placed.start - page.start, placed.spec.padded)
+                placed, dtype = self._layout.shards[shard], torch_dtype(self._layout.format_of(shard).param)
+                if placed.segment in pages:
+                    start, content = pages[placed.segment]
+                    weights = bytes_of(content).view(dtype)
+                    found[shard] = weights.narrow(0, placed.start - start, placed.spec.padded)
+                else:  # no shard of the segment has elements
+                    found[shard] = torch.empty(0, dtype=dtype, device=self._device.name)
         return self._weights[fsdp_module]
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:

@@ -182,7 +182,7 @@ class Pager:
         # cache slot.
         interrupts.begin()
         try:
-            cursor = self._acquire(uses, planned=planned)
+            holder, cursor = self._acquire(uses, planned=planned)
         except BaseException:
             interrupts.end()
             raise
@@ -190,7 +190,7 @@ class Pager:
             interrupts.end()
             yield self._contents(uses)
         finally:
-            self._release(uses, cursor, copies() if copies else None)
+            self._release(uses, holder, cursor, copies() if copies else None)
 
     def reservation(
         self,
@@ -475,8 +475,8 @@ class Pager:
 
     # Accesses and reservations #
 
-    def _acquire(self, uses: Access, *, planned: bool) -> Cursor | None:
-        """Acquire pages for the training thread. Return the cursor if the access follows the plan."""
+    def _acquire(self, uses: Access, *, planned: bool) -> tuple[Cache | GpuResidentPages, Cursor | None]:
+        """Acquire pages for the training thread. Return their holder, and the cursor if the access follows the plan."""
         with self.transfers.lock:
             self.transfers.check()
             cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
@@ -489,12 +489,19 @@ class Pager:
                 state = self._cache_slots.pages[use.page]
                 if state.reservations:
                     self.transfers.wait(lambda state=state: not state.reservations, "update", use.page)  # type: ignore[misc]
-            self._holder(uses).acquire(uses, threaded=False)
-            return cursor
+            holder = self._holder(uses)
+            holder.acquire(uses, threaded=False)
+            return holder, cursor
 
-    def _release(self, uses: Access, cursor: Cursor | None, device_event: DeviceEvent | None) -> None:
+    def _release(
+        self,
+        uses: Access,
+        holder: Cache | GpuResidentPages,
+        cursor: Cursor | None,
+        device_event: DeviceEvent | None,
+    ) -> None:
         with self.transfers.lock:
-            self._holder(uses).release(uses, device_event)
+            holder.release(uses, device_event)  # not `_holder`, because an abandoned gather may end late
             # After an interrupt, a gather may end only when another step has begun
             followed = cursor is not None and cursor is self._cursor
             self._end(uses, cursor, cursor.take(uses) if followed and cursor is not None else None)

@@ -97,7 +97,9 @@ class _Choice:
     nbytes: int
     """Required device memory, in bytes."""
     saved: float
-    """Traffic saved per step and byte of memory, over the link and on the drives, in bytes."""
+    """Traffic saved per step and byte of memory, over the link and on the drives, in bytes. The first FSDP modules of a
+    step count as much as the best GPU-resident ones.
+    """
     order: float
     """Rank among choices that save the same. The smallest value comes first."""
 
