@@ -34,12 +34,12 @@ class Layer(nn.Module):
 
 
 def sharded(layers: int, *, empty: bool = False) -> nn.Sequential:
-    """Return a model whose FSDP modules are its layers."""
+    """Return a sharded model. Its root has no parameters of its own, unless it has a single layer."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(empty=empty) for _ in range(layers)))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model:
-        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=policy)
+    for module in (*model, model) if layers > 1 else (model,):
+        fully_shard(module, mesh=infinity.mesh("cpu"), mp_policy=policy)
     return model
 
 
@@ -113,7 +113,7 @@ def test_lower_halves_become_nonzero_between_two_gradients_of_a_module(tmp_path:
 
     def loop(model: Any, optimizer: Any) -> list[float]:
         losses = train(model, optimizer)
-        model[0].set_gradient_divide_factor(3.0)
+        model.set_gradient_divide_factor(3.0)
         for _ in range(3):
             for factor in (1.0, 2.0):
                 loss = loss_of(model, factor)
@@ -137,6 +137,9 @@ def test_evaluation_in_inference_mode_runs_pending_updates(tmp_path: Path) -> No
                 with torch.inference_mode():
                     loss_of(model)
                 reshard(model)
+        if isinstance(optimizer, infinity.PagedOptimizer):
+            buffers = optimizer._runner.updates._device_pages._memory  # type: ignore[union-attr]
+            assert [memory.is_inference() for memory, _ in buffers] == [False, False]
         return losses
 
     compare(loop, ADAMW, tmp_path, device_bytes=40_000, cores=0, schedule="in_forward")
