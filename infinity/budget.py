@@ -274,9 +274,9 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 def device_update_bytes(layout: Layout) -> int:
     """Return the maximum device memory, in bytes, that updates use.
 
-    It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call. The temporaries
-    take at most as much memory as a batch, or half as much as a batch of GPU-resident pages: copies of the stored
-    gradients, and those of an optimizer that is not fused.
+    It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call: copies of stored
+    gradients, and intermediate results if the optimizer is not fused. The temporaries take at most as much memory as a
+    batch, or half as much as a batch of GPU-resident pages.
     """
     module_pages = max(map(len, layout.fsdp_module_pages), default=0)
     batch = min(module_pages, max(layout.batch_pages, widest_access(layout))) * layout.page_bytes

@@ -136,7 +136,7 @@ ACCESS_SECONDS = 400e-6
 all threads of a process, because they share the GIL. An access takes about 225 Python calls (the difference between
 small and large batches in benchmarks/bench_host.py), and 1.8 µs per call matched step times that
 were measured before pages were processed in batches. The step times in benchmarks/results/gpu.json are 5 to 25 % longer
-than planned with it, and those of 2,048 tokens 50 %, because the thread that launches kernels needs the GIL, too.
+than planned with it, or 50 % longer for 2,048 tokens, because the thread that launches kernels needs the GIL, too.
 """
 
 
