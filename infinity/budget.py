@@ -275,8 +275,8 @@ def device_update_bytes(layout: Layout) -> int:
     """Return the maximum device memory, in bytes, that updates use.
 
     It consists of the pages of `BATCHES_ON_DEVICE` batches, and the temporaries of one optimizer call: copies of stored
-    gradients, and intermediate results if the optimizer is not fused. The temporaries take at most as much memory as a
-    batch, or half as much as a batch of GPU-resident pages.
+    gradients, and intermediate results if the optimizer is not fused. The temporaries are assumed to take as much
+    memory as a batch, or half as much as a batch of GPU-resident pages, whichever is larger.
     """
     module_pages = max(map(len, layout.fsdp_module_pages), default=0)
     batch = min(module_pages, max(layout.batch_pages, widest_access(layout))) * layout.page_bytes

@@ -134,9 +134,10 @@ memory.
 ACCESS_SECONDS = 400e-6
 """Approximate time that Python code takes per access to a batch of pages on a machine with a GPU, in seconds. It covers
 all threads of a process, because they share the GIL. An access takes about 225 Python calls (the difference between
-small and large batches in benchmarks/bench_host.py), and 1.8 µs per call matched step times that
-were measured before pages were processed in batches. The step times in benchmarks/results/gpu.json are 5 to 25 % longer
-than planned with it, or 50 % longer for 2,048 tokens, because the thread that launches kernels needs the GIL, too.
+small and large batches in benchmarks/bench_host.py), and 1.8 µs per call matched step times that were measured
+before pages were processed in batches. With it, measured steps of 16,384 tokens take 3 to 23 % longer than planned, and
+steps of 2,048 tokens 42 to 54 % (benchmarks/results/gpu*.json). A reason is that the thread that launches kernels needs
+the GIL, too.
 """
 
 

@@ -5,9 +5,9 @@ When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are 
 may therefore span any number of pages, and needs no intermediate buffer. All other operations behave as described for
 `PagedTensor`.
 
-If weights that a training step gathers are in device memory, because they were prefetched or are GPU-resident, the
-input is an ordinary tensor. Only the last shard of an FSDP module has an input without storage then, because copying it
-ends the gather.
+In a training step, the weights may be in device memory already, because they were prefetched or are GPU-resident. The
+inputs are then ordinary tensors. Only the last shard of an FSDP module still has an input without storage, because
+copying it ends the gather.
 """
 
 from __future__ import annotations

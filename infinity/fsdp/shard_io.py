@@ -54,7 +54,9 @@ class _OpenRun(NamedTuple):
 class _Gather:
     """Gather of one FSDP module, from its first shard to its last.
 
-    FSDP2 provides the destination of one shard at a time. The pages of a batch are held until another batch is needed.
+    FSDP2 provides the destination of one shard at a time. If the weights are in the host cache, the pages of a batch
+    are held until another batch is needed. If they are in device memory (`inputs`), FSDP2 itself copies all shards but
+    the last one.
     """
 
     def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int) -> None:
@@ -202,7 +204,7 @@ class ShardIO:
             self._open.pager.fail(error)
 
     def gather_input(self, shard: int) -> torch.Tensor | None:
-        """Begin to gather a shard, and return its weights if they are in device memory.
+        """Return the weights of a shard if they are in device memory. The first shard of a module begins the gather.
 
         Returns:
             The weights in the compute dtype, padding included, flat. ``None`` if the caller must gather the shard with

@@ -8,9 +8,9 @@ gradient is *held* as a tensor on the compute device until all gradients of its 
 `p.grad` in between reach this module through a `PagedGradient`.
 
 An fp32 gradient may be stored as two *components*, its upper and lower 16-bit halves, in separate pages. The lower
-halves are stored only if they are not all zero. On a GPU, the number of nonzero halves is known only after a wait. If
-the lower halves of an FSDP module were zero so far, they are assumed to be zero again, and this is checked when the
-gradients of the next FSDP module are stored, or when the gradients are needed (`_check_halves`).
+halves are stored only if they are not all zero. On a GPU, the host must wait to learn this. Therefore, if the lower
+halves of an FSDP module have always been zero, they are assumed to be zero again. `_check_halves` checks this
+assumption later: when gradients of another FSDP module arrive, or when gradients are read, dropped or used by `step()`.
 """
 
 from __future__ import annotations
@@ -279,6 +279,9 @@ class Gradients:
         if self._closed:
             return
         self._closed = True
+        if self._unchecked is not None:
+            with suppress(Exception):  # otherwise the device may still copy into the memory that is unregistered below
+                self._pager.wait_for_device(self._unchecked.counted, "look at gradients")
         if self._pinned is not None:
             self._pinned.close()
         for gradient in self._current.values():
@@ -342,6 +345,7 @@ class Gradients:
         if not self._arrivals:
             return
         self._updates.run_reduced()
+        self._check_halves()  # first, so that an error loses no arrivals; may change the number of components
         fsdp_module = self._fsdp_module
         arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
         arrived = tuple(map(self._device.record_event, self._streams))
@@ -472,11 +476,13 @@ class Gradients:
                 self._discard(fsdp_module)
 
     def complete(self) -> None:
-        """Store what updates need in addition: lower halves that turn out not to be zero, and zero gradients."""
-        self._check_halves()
+        """Store what updates need and what is not stored yet: lower halves that are not zero after all, and gradients
+        whose elements are all zero.
+        """
         for gradient in list(self._current.values()):
             if gradient.zero:
                 self._write(gradient, gradient.load().reshape(-1))
+        self._check_halves()
 
     def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
         """End all gradients because a step consumes them.
@@ -511,7 +517,6 @@ class Gradients:
     def _store(self, fsdp_module: int, arrivals: Mapping[int, OneGradient]) -> None:
         """Add the held gradients of an FSDP module to its stored gradients, and store the sums."""
         self._updates.run_pending(fsdp_module)
-        self._check_halves()  # may change the number of components of the same FSDP module
         stored = self._stored.pop(fsdp_module, {})
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
@@ -547,9 +552,8 @@ class Gradients:
 
         Args:
             added: whether the values are sums, for which all components are assumed to be needed.
-            later: whether the number may be too small, if `_check_halves` is called afterwards.
+            later: whether the result may be too small until `_check_halves` is called.
         """
-        self._check_halves()
         layout = self._layout
         if not any(layout.format_of(shard).grads == HALVES and layout.shards[shard].spec.numel for shard in values):
             return 1
@@ -581,13 +585,24 @@ class Gradients:
 
     def _check_halves(self) -> None:
         """Check the assumption that the lower halves of the gradients stored last are zero. If not, store them."""
-        unchecked, self._unchecked = self._unchecked, None
-        if unchecked is not None and self._has_lower_halves(unchecked):
-            with interrupts.held():
-                self._add_components(unchecked.fsdp_module, len(HALVES))
-                for shard, values in unchecked.values.items():
-                    self._device.keep(values, self._device.current())
-                    self._write_pages(shard, values.reshape(-1), first=1)
+        unchecked = self._unchecked
+        if unchecked is None:
+            return
+        nonzero = self._has_lower_halves(unchecked)  # after an interrupt, the next call checks again
+        with interrupts.held():
+            self._unchecked = None
+            try:
+                if nonzero:
+                    self._add_components(unchecked.fsdp_module, len(HALVES))
+                    for shard, values in unchecked.values.items():
+                        self._device.keep(values, self._device.current())
+                        self._write_pages(shard, values.reshape(-1), first=1)
+            except BaseException:  # some pages lack the lower halves
+                for gradient in self._stored.pop(unchecked.fsdp_module, {}).values():
+                    gradient.end(CUT_OFF)
+                with suppress(Exception):
+                    self._discard(unchecked.fsdp_module)
+                raise
 
     def _walk(
         self,
@@ -657,13 +672,16 @@ class Gradients:
             try:
                 self._write_whole(gradient, values)
             except BaseException:  # some of its pages may already hold the new elements
-                self._unstore(gradient)
-                gradient.end(CUT_OFF)
+                try:
+                    self._unstore(gradient)
+                finally:
+                    gradient.end(CUT_OFF)
                 raise
 
     def _write_whole(self, gradient: OneGradient, values: torch.Tensor) -> None:
         shard = gradient.shard
         fsdp_module = self._layout.shards[shard].fsdp_module
+        self._check_halves()
         self.looked_at = self.changed = True
         values = values.contiguous()
         if fsdp_module not in self._stored:

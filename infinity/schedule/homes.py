@@ -32,7 +32,8 @@ class GpuResidentMemory:
 
     def __init__(self, layout: Layout, pages: Sequence[Page], device: Device) -> None:
         joined = JoinedPages(layout, pages)
-        self.memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=device.name)
+        with torch.inference_mode(False):  # the memory is used outside of inference mode, too
+            self.memory = torch.empty(joined.nbytes, dtype=torch.uint8, device=device.name)
         """Bytes of all pages."""
         self.used = dict.fromkeys((page.index for page in pages), device.record_event(device.current()))
         """Event recorded after all work on each page so far."""

@@ -501,7 +501,8 @@ class Pager:
         device_event: DeviceEvent | None,
     ) -> None:
         with self.transfers.lock:
-            holder.release(uses, device_event)  # not `_holder`, because an abandoned gather may end late
+            # An abandoned gather may end late, when `_holder` already returns a different object
+            holder.release(uses, device_event)
             # After an interrupt, a gather may end only when another step has begun
             followed = cursor is not None and cursor is self._cursor
             self._end(uses, cursor, cursor.take(uses) if followed and cursor is not None else None)

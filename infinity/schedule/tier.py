@@ -188,7 +188,7 @@ def _choices(
             updates * s + arrivals[fsdp_module] * g
         ) * of_others
         nbytes, others = w + s + g, position - _FIRST_MODULES  # number of a module after the first ones
-        order = evenly(others + 1) if others >= 0 else -1  # + 1, so that none begins next to the first ones
+        order = evenly(others + 1) if others >= 0 else -1  # + 1, because 0 would select the one after the first modules
         found.append(
             _Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=nbytes, saved=saved / nbytes, order=order)
         )

@@ -319,9 +319,9 @@ def has_gradient_dtype(param: nn.Parameter) -> bool:
 
 
 def all_have_local_tensors(params: Iterable[Any], kind: type) -> bool:
-    """Return whether the local tensors of all parameters are of a type, and their gradients have the same dtype.
+    """Return whether every parameter has a local tensor of the given type, and gradients of its own dtype.
 
-    This is a single function because every forward calls it.
+    The loop calls no other function, because every forward runs it.
     """
     for param in params:
         sharded = param.sharded_param

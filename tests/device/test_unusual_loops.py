@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import schedulefree
 import torch
 from torch import nn
@@ -21,22 +23,24 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 class Layer(nn.Module):
-    """A layer with a frozen parameter that has no elements."""
+    """A layer that may have a frozen parameter without elements, or a parameter that receives no gradient."""
 
-    def __init__(self, *, empty: bool = False) -> None:
+    def __init__(self, other: str = "") -> None:
         super().__init__()
-        if empty:
-            self.nothing = nn.Parameter(torch.empty(0), requires_grad=False)
+        if other == "empty":
+            self.other = nn.Parameter(torch.empty(0), requires_grad=False)
+        elif other == "unused":
+            self.other = nn.Parameter(torch.zeros(64))
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
 
 
-def sharded(layers: int, *, empty: bool = False) -> nn.Sequential:
+def sharded(layers: int, other: str) -> nn.Sequential:
     """Return a sharded model. Its root has no parameters of its own, unless it has a single layer."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(empty=empty) for _ in range(layers)))
+    model = nn.Sequential(*(Layer(other) for _ in range(layers)))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*model, model) if layers > 1 else (model,):
         fully_shard(module, mesh=infinity.mesh("cpu"), mp_policy=policy)
@@ -61,12 +65,12 @@ def compare(
     folder: Path,
     *,
     layers: int = 6,
-    empty: bool = False,
+    other: str = "",
     device_bytes: int = 1,
     **update: Any,
 ) -> None:
     """Compare the losses of a loop with training in memory."""
-    plain = sharded(layers, empty=empty)
+    plain = sharded(layers, other)
     expected = loop(plain, optimizer([param for param in plain.parameters() if param.requires_grad]))
     settings = {
         "storage": {"paths": [str(folder)]},
@@ -75,7 +79,7 @@ def compare(
         "run": {"keep": "never"},
     }
     with simulation("order-updates"):
-        model = sharded(layers, empty=empty)
+        model = sharded(layers, other)
         made = optimizer([param for param in model.parameters() if param.requires_grad])
         with infinity.offload(model, made, settings) as paged:
             assert loop(model, paged) == expected
@@ -126,6 +130,27 @@ def test_lower_halves_become_nonzero_between_two_gradients_of_a_module(tmp_path:
     compare(loop, ADAMW, tmp_path, layers=1, schedule="after_backward")
 
 
+@pytest.mark.parametrize(("interrupted", "other"), [("read", ""), ("step", ""), ("step", "unused")])
+def test_interrupted_check_of_lower_halves_is_repeated(interrupted: str, other: str, tmp_path: Path) -> None:
+    """If a parameter receives no gradient, the gradients of its module are still arriving when `step` begins."""
+
+    def loop(model: Any, optimizer: Any) -> list[float]:
+        losses = train(model, optimizer)
+        model.set_gradient_divide_factor(3.0)
+        for layer in model:
+            layer.set_gradient_divide_factor(3.0)
+        loss_of(model).backward()
+        if isinstance(optimizer, infinity.PagedOptimizer):
+            failing = patch.object(optimizer.run.pager, "wait_for_device", side_effect=KeyboardInterrupt)
+            with failing, pytest.raises(KeyboardInterrupt):
+                optimizer.step() if interrupted == "step" else model[0].linear.weight.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses + train(model, optimizer)
+
+    compare(loop, ADAMW, tmp_path, layers=3, other=other, schedule="after_backward")
+
+
 def test_evaluation_in_inference_mode_runs_pending_updates(tmp_path: Path) -> None:
     """Tensors that the updates keep for later steps are not inference tensors."""
 
@@ -146,4 +171,4 @@ def test_evaluation_in_inference_mode_runs_pending_updates(tmp_path: Path) -> No
 
 
 def test_gpu_resident_module_with_a_parameter_without_elements(tmp_path: Path) -> None:
-    compare(train, ADAMW, tmp_path, empty=True, device_bytes=64 << 20)
+    compare(train, ADAMW, tmp_path, other="empty", device_bytes=64 << 20)
