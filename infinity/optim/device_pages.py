@@ -201,6 +201,7 @@ class DevicePages:
             back = self._device.stream("back")
             update.before(back)
             self._device.copy_all(targets, sources, back)
+            self._device.keep(sources[0], back)  # a larger batch may replace the buffer, which all sources share
             self._left = update = self.record_event()
             self._memory.append((self._memory.popleft()[0], update))
         self._back = [], []
