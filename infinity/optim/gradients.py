@@ -476,9 +476,7 @@ class Gradients:
                 self._discard(fsdp_module)
 
     def complete(self) -> None:
-        """Store what updates need and what is not stored yet: lower halves that are not zero after all, and gradients
-        whose elements are all zero.
-        """
+        """Store what updates still need: nonzero lower halves, and gradients whose elements are all zero."""
         for gradient in list(self._current.values()):
             if gradient.zero:
                 self._write(gradient, gradient.load().reshape(-1))

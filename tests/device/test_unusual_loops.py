@@ -12,9 +12,10 @@ import pytest
 import schedulefree
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
+from infinity.integrations.transformers.trainer import reshard
 from support.device.simulation import simulation
 
 Optimizer = Callable[[Any], Any]
@@ -51,12 +52,6 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> torch.Tensor:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     loss: torch.Tensor = model(factor * x).float().pow(2).mean()
     return loss
-
-
-def reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def compare(
