@@ -189,9 +189,9 @@ MOST_NAME: Final = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Random seed, resuming, and checkpoint retention. If the number of ranks, the page size or the paths differ from
-    the checkpoint, resuming creates a new run that starts from the checkpoint. This requires access to all files of
-    the old run.
+    """Random seed, resuming, and retention and copies of checkpoints. If the number of ranks, the page size or the
+    paths differ from the checkpoint, resuming creates a new run that starts from the checkpoint. This requires access
+    to all files of the old run.
     """
 
     seed: int = setting(0, "Random seed for initializing models that were created on the meta device.")
@@ -199,7 +199,8 @@ class RunConfig:
         "",
         "Run to resume: a run id, or `latest` for the newest run with a complete checkpoint. `auto`: like `latest`, "
         "but start a new run if there is no checkpoint (a damaged or mismatched checkpoint still raises an error). "
-        "Empty: start a new run.",
+        "With `mirror`, `latest` and `auto` resume from the mirror if `storage.paths` have no complete checkpoint. The "
+        "address of a mirror: its newest run. Empty: start a new run.",
     )
     resume_paths: tuple[str, ...] = setting(
         (),
@@ -216,6 +217,15 @@ class RunConfig:
         "Number of most recent checkpoints to keep. Each one takes as much NVMe space as the state. 0: no space is "
         "reserved for checkpoints, and `save_checkpoint()` raises an error.",
         minimum=0,
+    )
+    mirror: str = setting(
+        "",
+        "Address of fsspec to which checkpoints are copied in the background, such as `s3://bucket/run`, or "
+        "`file:///shared/run` for a folder on another machine. NVMe space for one more checkpoint is reserved, because "
+        "the pages are kept until they are copied. `resume` accepts the same address. Empty: no copies.",
+    )
+    mirror_rate: int = setting(
+        0, "Maximum number of bytes per second that each rank copies to `mirror`. 0: no limit.", size=True
     )
     name: str = setting(
         "",
@@ -366,11 +376,23 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             'run.resume_paths is set, but run.resume is empty. Set run.resume to "latest" or to a run id.'
         )
+    if config.run.mirror and "://" not in config.run.mirror:
+        raise ConfigError(
+            f"run.mirror = {config.run.mirror!r} has no protocol. For a folder, set it to "
+            f'"file://{os.path.abspath(config.run.mirror)}".'
+        )
+    if config.run.mirror and not config.run.retained_checkpoints:
+        raise ConfigError(
+            "run.mirror is set, but run.retained_checkpoints = 0, so there are no checkpoints to copy. Set it to 1 or "
+            "more."
+        )
     if config.run.resume_step >= 0 and not config.run.resume:
         raise ConfigError(
             f'run.resume_step = {config.run.resume_step}, but run.resume is empty. Set run.resume to "latest" or to a '
             "run id."
         )
+    if "://" in config.run.resume and config.run.resume_paths:
+        raise ConfigError("run.resume is the address of a mirror, so run.resume_paths has no effect. Remove it.")
     if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
         name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"
         raise ConfigError(

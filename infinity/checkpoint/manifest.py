@@ -218,8 +218,13 @@ def new_identity(after: str) -> str:
 
 def published_in(folder: Path) -> list[Published]:
     """Return the published manifests in a checkpoint folder, sorted. Other files are ignored. Raises `OSError`."""
+    return published_among(names_in(folder))
+
+
+def published_among(names: Iterable[str]) -> list[Published]:
+    """Return the published manifests among the names of files, sorted. Other names are ignored."""
     found = []
-    for file_name in names_in(folder):
+    for file_name in names:
         if match := _NAME.fullmatch(file_name):
             step, rank, world_size, identity = match.groups()
             name = Published(int(step), identity, int(world_size), int(rank))
@@ -294,7 +299,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     if len(envelope) > _MOST:
         raise CheckpointError(f"{target} would need {len(envelope)} bytes, but the limit is {_MOST}. Use larger pages.")
     # Validated before the rename, so that an unreadable manifest never replaces an earlier checkpoint.
-    write_durably(target, envelope.encode(), check=partial(_decode, target))
+    write_durably(target, envelope.encode(), check=partial(decode_manifest, target))
 
 
 def read_manifest(file: Path, *, decode: bool = True) -> Manifest:
@@ -310,10 +315,11 @@ def read_manifest(file: Path, *, decode: bool = True) -> Manifest:
     """
     with using(file):
         content = read_regular(file, _MOST)
-    return _decode(file, content, decode=decode)
+    return decode_manifest(file, content, decode=decode)
 
 
-def _decode(file: Path, content: bytes, *, decode: bool = True) -> Manifest:
+def decode_manifest(file: Path, content: bytes, *, decode: bool = True) -> Manifest:
+    """Return the manifest with the given bytes. See `read_manifest`."""
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:

@@ -33,6 +33,7 @@ from infinity.checkpoint import model_state
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.mirror import MirrorWriter
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
 from infinity.checkpoint.reserved_space import CheckpointSpace
@@ -69,6 +70,7 @@ class CheckpointWriter:
         found: Sequence[Manifest],
         space: CheckpointSpace,
         updated_on: str,
+        mirror: MirrorWriter | None = None,
     ) -> None:
         """Initialize the writer with the checkpoints that already exist.
 
@@ -82,8 +84,10 @@ class CheckpointWriter:
             found: This rank's manifests of the retained checkpoints, in the order of their steps.
             space: Space reserved for checkpoint files.
             updated_on: Type of the device that runs updates.
+            mirror: Copies this rank's checkpoints to a mirror; ``None`` if there is no mirror.
         """
         # Constant after construction.
+        self._mirror = mirror
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._space, self._updated_on = space, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
@@ -98,6 +102,8 @@ class CheckpointWriter:
         """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
         self._read_back = False
         """``True`` once the state of modules has been restored from the data of a checkpoint."""
+        if self._checkpoints:  # an earlier start may have ended before it was copied
+            self._copy_to_mirror(self._checkpoints[max(self._checkpoints)])
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
@@ -107,6 +113,11 @@ class CheckpointWriter:
     def _to_come(self) -> int:
         """Number of checkpoints that need space: the retained ones not yet written, plus the one being written."""
         return max(1, self._store.retained + 1 - len(self._checkpoints))
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint has been copied to the mirror, or has failed to be copied."""
+        if self._mirror is not None:
+            self._mirror.finish()
 
     def close(self) -> None:
         """Release the reserved space. Raises `OSError`."""
@@ -206,6 +217,14 @@ class CheckpointWriter:
         while removed and self._not_flushed:
             self._store.release(self._not_flushed.pop())
         self._space.hold(self._to_come)
+        self._copy_to_mirror(checkpoint)
+
+    def _copy_to_mirror(self, checkpoint: CheckpointName) -> None:
+        if self._mirror is not None:
+            try:
+                self._mirror.copy(checkpoint.of(self._ranks.rank), self._checkpoints.values())
+            except (OSError, CheckpointError) as error:
+                _log.warning("%s is not copied to the mirror: %s", checkpoint, error)
 
     def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
         """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.
@@ -221,7 +240,10 @@ class CheckpointWriter:
         for versions in replaced:
             self._store.keep(versions)
             self._not_flushed.append(versions)
-        self._store.reserve_checkpoints(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
+        self._reserve_checkpoints(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
+
+    def _reserve_checkpoints(self, further: int) -> None:
+        self._store.reserve_checkpoints(further + (self._mirror is not None))
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
         """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
@@ -237,7 +259,7 @@ class CheckpointWriter:
                 name.file_name,
                 error.strerror,
             )
-            self._store.reserve_checkpoints(len(self._not_flushed))
+            self._reserve_checkpoints(len(self._not_flushed))
             return
         self._not_flushed.remove(versions)
         self._store.release(versions)
@@ -256,6 +278,10 @@ def remove_checkpoints(folder: RunFolder, ranks: Ranks, *, keep: Iterable[Checkp
         sync_folder(folder.checkpoints)
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no complete checkpoint to resume from. All ranks raise this error together."""
+
+
 def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     """Return the id of the run to resume. Nodes need not share a file system.
 
@@ -269,8 +295,8 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         The run id, or an empty string if no run should be or can be resumed.
 
     Raises:
-        CheckpointError: if the requested run has no complete checkpoint. The message lists the runs that have one. With
-            ``auto``, if no run has a complete checkpoint but parts of a run are present.
+        NoCheckpointError: on all ranks, if the requested run has no complete checkpoint. The message lists the runs
+            that have one. With ``auto``, if no run has a complete checkpoint but parts of a run are present.
     """
     if not wanted:
         return ""
@@ -299,14 +325,14 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         if not partial and not odd:
             return ""
         what = f"part of run {', '.join(partial)}" if partial else "a folder that resembles a run"
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"found {what} in {', '.join(map(str, paths))}, but no complete checkpoint. Restore the missing paths or "
             f"remove the incomplete run before starting a new one{'; ' * bool(odd)}{odd}"
         )
     if wanted in checkpointed:
         return wanted
     listed = ", ".join(checkpointed) or "none"
-    raise CheckpointError(
+    raise NoCheckpointError(
         f"no checkpoint to resume from for run.resume = {wanted!r} in {', '.join(map(str, paths))} (runs with a "
         f"complete checkpoint: {listed})"
         f"{'; ' * bool(odd)}{odd}"

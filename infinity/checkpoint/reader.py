@@ -23,9 +23,11 @@ from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
-from infinity.store.page_store import read_version
+from infinity.store.page_store import Version, read_version
 
 _CACHED_PAGES = 4
+ReadPage = Callable[[int, int, Version, str], memoryview]
+"""Function that returns the verified bytes of a page. Arguments: rank, page, version, and readable name of the page."""
 
 
 class CheckpointReader(FullState):
@@ -35,12 +37,15 @@ class CheckpointReader(FullState):
     live and may remove the checkpoint in the meantime, in which case the next read raises an error.
     """
 
-    def __init__(self, folder: RunFolder, step: int | CheckpointName = -1) -> None:
+    def __init__(
+        self, folder: RunFolder, step: int | CheckpointName = -1, *, read_page: ReadPage | None = None
+    ) -> None:
         """Read the manifests of all ranks.
 
         Args:
             folder: Folders of the run, in the order of storage.paths.
             step: Step of the checkpoint, -1 for the newest one that all ranks hold, or the name of the checkpoint.
+            read_page: Function that reads a page, if pages are not in the data files of `folder`.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or if it is incomplete or malformed.
@@ -59,8 +64,10 @@ class CheckpointReader(FullState):
             if _whole(described) != _whole(self._ranks[0]):
                 file = folder.checkpoints / manifest.file_name
                 raise CheckpointError(f"{file} is malformed: its parameters differ from the parameters of rank 0")
-            files.check_pages(manifest, folder)
+            if read_page is None:
+                files.check_pages(manifest, folder)
             files.read_state_file(folder.checkpoints, manifest)  # a checkpoint that cannot be resumed is not exported
+        self._read_file = read_page or self._read_data_file
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
@@ -172,8 +179,10 @@ class CheckpointReader(FullState):
 
     def _read_page(self, rank: int, page: int) -> memoryview:
         version = self._manifests[rank].pages[page]
-        file = self._folder.data_file(version.extent.path, rank)
-        return read_version(file, page, version, self._ranks[rank].layout.page_name(page))
+        return self._read_file(rank, page, version, self._ranks[rank].layout.page_name(page))
+
+    def _read_data_file(self, rank: int, page: int, version: Version, name: str) -> memoryview:
+        return read_version(self._folder.data_file(version.extent.path, rank), page, version, name)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's persistent buffers.

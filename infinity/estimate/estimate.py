@@ -385,7 +385,8 @@ class Estimate:
 
         The first step runs without a plan, and may store gradients.
         """
-        state = self._space(state_pages(self.layout.pages), self.settings.run.retained_checkpoints)
+        run = self.settings.run
+        state = self._space(state_pages(self.layout.pages), run.retained_checkpoints + bool(run.mirror))
         return state + self._space_of_gradients + self._space_of_activations
 
     @cached_property

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.mirror import Mirror, MirrorWriter
 from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors
@@ -66,6 +67,11 @@ def make_checkpoint_writer(
         nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups)
         nbytes += in_memory.state_bytes()
     space = CheckpointSpace(file, nbytes)
+    mirror: MirrorWriter | None = None
+    if run.settings.run.mirror:
+        opened = run.ranks.together("opening the mirror", partial(Mirror, run.settings.run.mirror))
+        mirror = MirrorWriter(opened, run.folder, run.ranks.rank, run.store, run.settings.run.mirror_rate)
+        run.undo.push(mirror.close)
     name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
@@ -77,6 +83,7 @@ def make_checkpoint_writer(
         directory.checkpoints,
         space,
         run.update_device,
+        mirror,
     )
     run.undo.push(checkpoint_writer.close)
     run.ranks.together("reserving space for checkpoints", checkpoint_writer.reserve)
@@ -147,6 +154,10 @@ class Checkpointer:
             except OSError as error:
                 file = error.filename or str(run.folder.checkpoints)
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint has been copied to the mirror, or has failed to be copied."""
+        self._checkpoint_writer.finish()
 
     def _keep_configs(self) -> None:
         """Store the model's current configuration for exports. If this fails, the checkpoint is still written."""

@@ -553,7 +553,11 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
             self._runner.end("this optimizer was closed", early=cause is not None)
             if not suspend:
                 self._tell_lost_steps()
-            self._run.close(cause, checkpointed=self._checkpointed is not None, suspend=suspend)
+            try:
+                if not suspend and cause is None:
+                    self._checkpointer.finish()
+            finally:
+                self._run.close(cause, checkpointed=self._checkpointed is not None, suspend=suspend)
 
     def _tell_lost_steps(self) -> None:
         """Warn about steps that no checkpoint contains, unless the settings ask for them to be discarded."""

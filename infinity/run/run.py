@@ -151,7 +151,10 @@ class Run:
             folder.create()
             retained = settings.run.retained_checkpoints
             checkpointed = {checkpoint.step: checkpoint.pages for checkpoint in checkpoints}
-            paths, slots = lay_out(layout.pages, self.directory.stripe_weights, checkpointed, SPARE_SLOTS, retained)
+            copied = int(bool(settings.run.mirror))  # checkpoints that may be copied after the run has replaced them
+            paths, slots = lay_out(
+                layout.pages, self.directory.stripe_weights, checkpointed, SPARE_SLOTS, retained + copied
+            )
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
@@ -187,6 +190,7 @@ class Run:
                 hashers=self.hashers,
             )
             self.undo.push(store.close)
+            store.reserve_checkpoints(copied)
             store.expect_gradients(True)  # until the first step shows whether gradients are stored
             folders = [str(Path(path).resolve()) for path in self.directory.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file.parent) for file in files], engine.pace)

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
-from infinity.checkpoint.publish import choose_run, find_checkpoints, list_checkpoints
+from infinity.checkpoint.mirror import Mirror, is_address
+from infinity.checkpoint.publish import NoCheckpointError, choose_run, find_checkpoints, list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.cleanup import Undo, end_all
 from infinity.config import Config, runtime_dir
@@ -53,6 +54,8 @@ class ClaimedPaths:
         """Folders of the run to resume, which may be on other paths; None for a new run."""
         self.checkpoints: list[CheckpointName] = []
         """Checkpoints of that run, the last of which is resumed."""
+        self.mirrored: CheckpointReader | None = None
+        """Checkpoint of a mirror, from which a new run starts; None if the checkpoint is on the paths."""
         try:
             self._claim()
         except BaseException as error:
@@ -76,7 +79,7 @@ class ClaimedPaths:
             return held
 
         self.lock = ranks.together("taking the NVMe paths", lock_paths)
-        if resume := choose_run(self._searched, wanted.resume, ranks):
+        if resume := self._choose_run():
             self._name(resume)
             self.resumed = ranks.together(
                 "finding the run's folders", lambda: folders_of(self._searched, resume, paths)
@@ -84,6 +87,34 @@ class ClaimedPaths:
             self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step)
         else:
             self.name_new_run()
+
+    def _choose_run(self) -> str:
+        """Return the id of the run to resume from the paths, or an empty string. May open a checkpoint of a mirror."""
+        wanted = self.settings.run
+        if is_address(wanted.resume):
+            if not self._open_mirrored(wanted.resume):
+                raise CheckpointError(f"the mirror {Mirror(wanted.resume)} contains no complete checkpoint")
+            return ""
+        mirrored = bool(wanted.mirror) and wanted.resume in ("latest", "auto")
+        try:
+            found = choose_run(self._searched, wanted.resume, self.ranks)
+        except NoCheckpointError as error:
+            if not (mirrored and self._open_mirrored(wanted.mirror)):
+                raise
+            if self.ranks.rank == 0:
+                _log.warning("resuming from the mirror, because %s", error)
+            return ""
+        if not found and mirrored:
+            self._open_mirrored(wanted.mirror)
+        return found
+
+    def _open_mirrored(self, address: str) -> bool:
+        """Open the checkpoint of a mirror to resume from. Return ``False`` if it has none."""
+        ranks, step = self.ranks, self.settings.run.resume_step
+        found = ranks.on_first("looking for checkpoints in the mirror", lambda: Mirror(address).newest(step))
+        if found is not None:
+            self.mirrored = ranks.together("reading the mirror", lambda: Mirror(address).reader(*found))
+        return found is not None
 
     @property
     def _searched(self) -> tuple[str, ...]:
@@ -97,6 +128,7 @@ class ClaimedPaths:
         """
         there = partial(run_ids, {*self.settings.storage.paths, *self._searched})
         known = set[str]().union(*self.ranks.collect(self.ranks.together("looking for earlier runs", there)))
+        known |= {self.mirrored.folder.run_id} if self.mirrored is not None else set()
         self._name(self.ranks.agree(new_run_id(known)))
         return self.run_id
 
@@ -114,7 +146,7 @@ class ClaimedPaths:
             with suppress(OSError, CheckpointError):
                 manifest = self.checkpoints[-1].of(self.ranks.rank).file_name
                 return read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
-        return 0
+        return self.mirrored.manifest(0).layout.page_bytes if self.mirrored is not None else 0
 
     def release(self, cause: BaseException) -> None:
         """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over."""
@@ -177,7 +209,7 @@ class RunDirectory:
         settings, ranks, lock, undo = claimed.settings, claimed.ranks, claimed.lock, claimed.undo
         paths, there = settings.storage.paths, claimed.checkpoints
         folder = RunFolder.of(paths, claimed.run_id)
-        source: ReshardSource | None = None
+        source = ReshardSource(claimed.mirrored, ranks) if claimed.mirrored is not None else None
         if (roots := claimed.resumed) is not None:
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                 folder = roots  # in the run's own order, which may differ from the order in the settings

@@ -77,7 +77,7 @@ def test_extras_match_pyproject(subtests: pytest.Subtests) -> None:
 def test_every_import_is_declared() -> None:
     """Imports are from the standard library, a declared dependency or a package of an extra."""
     declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}
-    assert declared == {"torch", "numpy", "xxhash", "safetensors", "psutil"}
+    assert declared == {"torch", "numpy", "fsspec", "xxhash", "safetensors", "psutil"}
     known = {*declared, *OPTIONAL, *sys.stdlib_module_names, "infinity", "infinity_daemon", "infinity_tools"}
     daemon = modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")
     tools = modules(ROOT / "tools" / "infinity_tools", "infinity_tools")

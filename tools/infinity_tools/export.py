@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,12 +18,18 @@ from infinity.units import MIB, format_size
 from infinity.untrusted_files import read_regular
 from infinity_tools.progress import byte_progress
 
+if TYPE_CHECKING:
+    from infinity.checkpoint.reader import CheckpointReader
+
 _DTYPES = {"loaded": None, "trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CONFIG_LIMIT = 16 * MIB
 
 
 def export(
-    paths: Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="The folders in storage.paths, in the same order, or the address in run.mirror."),
+    ],
     out: Annotated[Path, typer.Option(help="New folder to write to.")],
     to: Annotated[
         str, typer.Option(help="Format: safetensors (weights) or dcp (weights and optimizer state).")
@@ -76,30 +82,17 @@ def export(
                 "--dtype, --merge, --file-size and --model-config require --to safetensors; dcp exports the state as "
                 "trained, with one file per tensor"
             )
-        from infinity.checkpoint.reader import CheckpointReader
         from infinity.content.views import torch_dtype
         from infinity.formats.adapters import ADAPTER_CONFIG
         from infinity.formats.companions import Companions
         from infinity.formats.dcp import dcp_bytes, export_dcp
         from infinity.formats.safetensors import FILE_BYTES, export_bytes, export_safetensors
         from infinity.formats.safetensors import file_size as size_of_file
-        from infinity.store.marker import passed_over
-        from infinity_tools.stored_runs import stored_runs
 
         file_bytes = size_of_file(file_size or FILE_BYTES, name="--file-size")
-        passed: dict[Path, str] = {}
-        runs = {found.run_id: found for found in stored_runs(paths, passed)}
-        checkpointed = [found.run_id for found in runs.values() if found.checkpoints]
-        if (run and run not in runs) or (not run and not checkpointed):
-            raise CheckpointError(f"no checkpoint of {run or 'any run'} in {', '.join(map(str, paths))} "
-                              f"(runs with a checkpoint: {', '.join(checkpointed) or 'none'})"
-                              f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
-        chosen = runs[run or checkpointed[-1]]
-        if chosen.owner is not None:
-            raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
-        reader = CheckpointReader(chosen.folder, -1 if step is None else step)
+        reader = _mirrored(paths, run, step) if "://" in paths[0] else _stored(paths, run, step)
         config = None if model_config is None else _config(model_config)
-        kept = Companions.of_run(chosen.folder.checkpoints)
+        kept = Companions.of_run(reader.folder.checkpoints)
         name = _DTYPES[dtype]
         if dtype == "loaded" and to == "safetensors" and not kept.adapters:
             name = kept.loaded_dtype
@@ -117,17 +110,49 @@ def export(
             task = bar.add_task("", total=total)
             written = write(out, advance=lambda nbytes: bar.advance(task, nbytes))
         if json:
-            facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
+            facts = {"run_id": reader.folder.run_id, "step": reader.step, "bytes": total}
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
             return
         files = f"{len(written)} file{'s' * (len(written) != 1)}"
-        report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {files}"
+        report = f"{out}: step {reader.step} of {reader.folder.run_id}, {format_size(total)} in {files}"
         console.print(report, soft_wrap=True, markup=False)
         if to == "safetensors" and not {out / "config.json", out / ADAPTER_CONFIG} & {*written}:
             console.print(
                 "no config.json was written because the checkpoint has none; pass one with --model-config",
                 style="yellow",
             )
+
+
+def _stored(paths: list[str], run: str, step: int | None) -> CheckpointReader:
+    """Return a reader of a checkpoint in the folders of a run."""
+    from infinity.checkpoint.reader import CheckpointReader
+    from infinity.store.marker import passed_over
+    from infinity_tools.stored_runs import stored_runs
+
+    passed: dict[Path, str] = {}
+    runs = {found.run_id: found for found in stored_runs([Path(path) for path in paths], passed)}
+    checkpointed = [found.run_id for found in runs.values() if found.checkpoints]
+    if (run and run not in runs) or (not run and not checkpointed):
+        raise CheckpointError(f"no checkpoint of {run or 'any run'} in {', '.join(paths)} "
+                              f"(runs with a checkpoint: {', '.join(checkpointed) or 'none'})"
+                              f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
+    chosen = runs[run or checkpointed[-1]]
+    if chosen.owner is not None:
+        raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
+    return CheckpointReader(chosen.folder, -1 if step is None else step)
+
+
+def _mirrored(paths: list[str], run: str, step: int | None) -> CheckpointReader:
+    """Return a reader of a checkpoint in a mirror."""
+    from infinity.checkpoint.mirror import Mirror
+
+    if len(paths) > 1:
+        raise ConfigError(f"a mirror has one address, but {len(paths)} were given")
+    mirror = Mirror(paths[0])
+    found = mirror.newest(-1 if step is None else step, run)
+    if found is None:
+        raise CheckpointError(f"the mirror {mirror} contains no complete checkpoint{' of ' * bool(run)}{run}")
+    return mirror.reader(*found)
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -9,8 +9,6 @@ meantime, and the page is skipped.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +30,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, StorageError
+from infinity.io.pace import Pace
 from infinity.io.probe import targets
 from infinity.store.folder import Holder, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
 from infinity.store.marker import MARKER_NAME, FoundRun, empty_folders, is_run_id, look_for_runs
@@ -371,24 +370,6 @@ class Check:
             if manifest.pages.get(page) == version:
                 data = str(self._folder.data_file(path, rank))
                 self._found(manifest.step, rank, page, data, offset, length, reason)
-
-
-class Pace:
-    """Rate limiter that holds all threads together to `rate` bytes per second. A rate of 0 means no limit."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate, self._lock = rate, threading.Lock()
-        self._next = 0.0  # time.monotonic() at which the next read may start; guarded by the lock
-
-    def wait(self, nbytes: int) -> None:
-        """Block until `nbytes` more bytes may be read."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(self._next, now)
-            self._next = start + nbytes / self._rate
-        time.sleep(start - now)
 
 
 def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
