@@ -43,7 +43,7 @@ class Daemon:
         self._status = None
         self.pid = os.fork()
         if not self.pid:
-            _run(["infinityd", "--runtime-dir", str(folder), *options], stderr)
+            run(["infinityd", "--runtime-dir", str(folder), *options], stderr)
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -63,7 +63,7 @@ class Daemon:
         return self._status
 
 
-def _run(command, stderr):
+def run(command, stderr):
     """Run a command line of infinityd in a forked process, as a new process would."""
     from infinity_daemon import configured_drives, drive_measurement, requests, service
     from infinity_daemon.main import main
