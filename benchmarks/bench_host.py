@@ -134,7 +134,7 @@ class _Device(devices.AcceleratorDevice):
 @contextmanager
 def stand_in(spare: int) -> Iterator[None]:
     """Replace the CPU by a GPU with `spare` bytes of free memory."""
-    devices.open_device.cache_clear()
+    devices.opened.cache_clear()
     with ExitStack() as stack:
         module = {"Stream": _Stream, "Event": _Event, "current_stream": _current, "stream": _On}
         for name, value in module.items():
@@ -145,7 +145,7 @@ def stand_in(spare: int) -> Iterator[None]:
         stack.enter_context(patch.object(run, "choose_update_device", lambda *_, **__: (True, "stand-in")))
         stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
         yield
-    devices.open_device.cache_clear()
+    devices.opened.cache_clear()
 
 
 class Counter:

@@ -8,12 +8,13 @@ only CUDA provides.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, partial
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -25,13 +26,14 @@ from infinity.units import GIB
 
 Stream = Any
 """Stream of a device. The device module defines its type, for example `torch.cuda.Stream`. ``None`` on the CPU."""
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 100e-6, 1e-3
-"""Shortest and longest pause between two queries of an event, in seconds. The pause doubles after each query, because
-queries need the GIL and delay the thread that launches GPU kernels. The shortest pause is roughly the time to copy one
-page.
-"""
+_CHECK_SECONDS: Final = 0.1
+"""Interval in seconds at which a thread that waits for an event checks for errors, interrupts and its time limit."""
+_END_SECONDS: Final = 1.0
+"""Maximum time to wait for the end of a thread that waits for events, in seconds."""
 _LARGEST_PIECE: Final = 64 * GIB
 """Maximum number of bytes per registration. Recent drivers reject a single registration of 512 GiB."""
+_THREAD_LOCAL: Final = 1
+"""`CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: captures of CUDA graphs by other threads do not restrict this thread."""
 _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: the memory is pinned for all devices of this process, not only for the current one."""
 
@@ -48,6 +50,14 @@ class DeviceEvent:
 
     def before(self, stream: Stream) -> None:
         """Make all operations that are queued on a stream from now on wait for the event, without blocking the host."""
+
+    def then(self, function: Callable[[Exception | None], None]) -> None:
+        """Call a function, from any thread, once the device has passed the event.
+
+        Args:
+            function: Function that is called with the device's error or ``None``. It must not raise.
+        """
+        function(None)
 
 
 class Pinned:
@@ -70,6 +80,8 @@ class Device:
 
     asynchronous = False
     """``True`` if operations may return before they have completed."""
+    progress = 0
+    """Number that changes whenever the device passes an event for which a thread waits. Read by any thread."""
 
     def __init__(self, name: torch.device) -> None:
         self.name = name
@@ -105,6 +117,36 @@ class Device:
         """Record an event on a stream, after all operations that have been queued so far."""
         return DeviceEvent()
 
+    def wait(self, device_event: DeviceEvent, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the device has passed an event. The caller must not hold a lock.
+
+        Args:
+            device_event: Event to wait for.
+            timeout: Maximum time without progress of the device, in seconds. The work before the event may include a
+                long computation.
+            given_up: Function that ends the wait early by returning ``True``.
+
+        Returns:
+            ``True`` if the device has passed the event.
+        """
+        if device_event.passed():
+            return True
+        ended = threading.Event()
+        device_event.then(lambda _: ended.set())
+        progress, quiet = self.progress, 0.0
+        pause = min(timeout, _CHECK_SECONDS)
+        while not ended.wait(pause):
+            interrupts.check()
+            # Adding up the pauses excludes the time during which the process was suspended (Ctrl-Z).
+            quiet = quiet + pause if progress == self.progress else 0.0
+            progress = self.progress
+            if given_up() or quiet >= timeout:
+                return False
+        return device_event.passed()  # raises the device's error, if any
+
+    def end_threads(self) -> None:
+        """End the threads that wait for events. Later waits start new threads."""
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Prevent reuse of a tensor's memory until a stream has completed all operations that are queued now."""
 
@@ -123,16 +165,28 @@ class Device:
 
 
 class _StreamEvent(DeviceEvent):
-    __slots__ = ("_event",)
+    __slots__ = ("_device", "_event", "_stream")
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def __init__(self, event: Any, stream: Stream, device: AcceleratorDevice) -> None:
+        self._event, self._stream, self._device = event, stream, device
 
     def passed(self) -> bool:
         return bool(self._event.query())
 
     def before(self, stream: Stream) -> None:
         stream.wait_event(self._event)
+
+    def then(self, function: Callable[[Exception | None], None]) -> None:
+        self._device.run_in_order(self._stream, partial(self._synchronize, function))
+
+    def _synchronize(self, function: Callable[[Exception | None], None]) -> None:
+        error = None
+        try:
+            self._event.synchronize()  # releases the GIL
+        except Exception as raised:
+            error = raised
+        self._device.progress += 1
+        function(error)
 
 
 class AcceleratorDevice(Device):
@@ -144,10 +198,11 @@ class AcceleratorDevice(Device):
     asynchronous = True
 
     def __init__(self, name: torch.device) -> None:
+        super().__init__(name)
         self._module: Any = torch.get_device_module(name.type)  # e.g. torch.cuda
-        index = name.index if name.index is not None else self._module.current_device()
-        self.name = name if name.type == "cpu" else torch.device(name.type, index)
         self._streams: dict[str, Stream] = {}  # by purpose, created on first use; guarded by `_lock`
+        # Thread for the events of each stream, started on first use, and functions for it to call; guarded by `_lock`
+        self._threads: dict[Stream, tuple[threading.Thread, SimpleQueue[Callable[[], None] | None]]] = {}
         self._copied = {True: 0, False: 0}  # bytes to the host (True) and from it (False); guarded by `_lock`
         self._lock = threading.Lock()
 
@@ -203,7 +258,34 @@ class AcceleratorDevice(Device):
 
     def record_event(self, stream: Stream) -> DeviceEvent:
         """Record an event on a stream, after all operations that have been queued so far."""
-        return _StreamEvent(stream.record_event())
+        return _StreamEvent(stream.record_event(self._new_event()), stream, self)
+
+    def _new_event(self) -> Any:
+        """Return an unrecorded event, or ``None`` to use the default."""
+        return None
+
+    def run_in_order(self, stream: Stream, function: Callable[[], None]) -> None:
+        """Call a function that waits for an event of a stream, on a thread that calls one such function at a time.
+
+        Events of other streams do not delay the call.
+        """
+        with self._lock:
+            if stream not in self._threads:
+                queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+                queue.put(self.enter_thread)
+                thread = threading.Thread(target=_run, args=(queue,), name="infinity-events", daemon=True)
+                self._threads[stream] = thread, queue
+                thread.start()
+            self._threads[stream][1].put(function)
+
+    def end_threads(self) -> None:
+        """End the threads that wait for events, unless the device does not respond."""
+        with self._lock:
+            threads, self._threads = self._threads, {}
+            for _, queue in threads.values():
+                queue.put(None)
+        for thread, _ in threads.values():
+            thread.join(_END_SECONDS)
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Make the allocator wait for a stream before it reuses the memory of a tensor."""
@@ -220,8 +302,29 @@ class AcceleratorDevice(Device):
         return int(free), int(total)
 
 
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while function := queue.get():
+        function()
+        del function  # it references the cache slots of the copy
+
+
 class CudaDevice(AcceleratorDevice):
     """CUDA or ROCm GPU."""
+
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread, and let other threads capture CUDA graphs.
+
+        While another thread captures a graph in the default mode of `torch.cuda.graph`, CUDA would otherwise fail both
+        the capture and most calls of this thread. Does nothing on ROCm.
+        """
+        super().enter_thread()
+        with suppress(OSError, AttributeError):  # no CUDA driver, for example on ROCm
+            mode = ctypes.c_int(_THREAD_LOCAL)
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _new_event(self) -> Any:
+        # A thread that waits for any other event spins. `torch.Event` ignores `blocking`.
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def _memory(self) -> tuple[int, int]:
         free, total = super()._memory()
@@ -230,8 +333,8 @@ class CudaDevice(AcceleratorDevice):
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register memory with CUDA."""
-        self.enter_thread()
-        return _Registered(memory, piece, torch.cuda.cudart(), self._clear)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.name):
+            return _Registered(memory, piece, torch.cuda.cudart(), self._clear)  # type: ignore[no-untyped-call]
 
     def _clear(self) -> None:
         """Clear the error that CUDA stores after a failed call. Otherwise the next, unrelated call would raise it."""
@@ -286,9 +389,19 @@ KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": Device, "meta": Dev
 """Device classes by device type. All other types use `AcceleratorDevice`. Operations on the meta device do nothing."""
 
 
-@cache
 def open_device(name: torch.device) -> Device:
-    """Return the compute device for a PyTorch device. Repeated calls return the same object."""
+    """Return the compute device for a PyTorch device. Repeated calls return the same object.
+
+    Without an index, `name` means the current device of the calling thread.
+    """
+    if name.index is None and name.type not in ("cpu", "meta"):
+        name = torch.device(name.type, torch.get_device_module(name.type).current_device())
+    return opened(name)
+
+
+@cache
+def opened(name: torch.device) -> Device:
+    """Return the compute device for a PyTorch device with an index. See `open_device`."""
     return KINDS.get(name.type, AcceleratorDevice)(name)
 
 
@@ -296,26 +409,3 @@ def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tenso
     """Allocate host memory for device copies. Return it as a byte tensor, with its registration (`Device.pin`)."""
     memory = transfer_memory(nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
-
-
-def wait(device_event: DeviceEvent, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until the device has passed an event. The caller must not hold a lock.
-
-    The function polls the event, because device events do not support waiting with a timeout.
-
-    Args:
-        device_event: Event to wait for.
-        timeout: Maximum time to wait, in seconds.
-        given_up: Function that ends the wait early by returning ``True``.
-
-    Returns:
-        ``True`` if the device has passed the event.
-    """
-    deadline, pause = time.perf_counter() + timeout, _SHORTEST_SLEEP
-    while not device_event.passed():
-        if given_up() or time.perf_counter() >= deadline:
-            return False
-        time.sleep(pause)
-        interrupts.check()
-        pause = min(2 * pause, _LONGEST_SLEEP)
-    return True

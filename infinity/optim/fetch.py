@@ -12,7 +12,7 @@ import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Range
-from infinity.memory.device import Device, DeviceEvent, transfer_bytes, wait
+from infinity.memory.device import Device, DeviceEvent, transfer_bytes
 from infinity.schedule.pager import Pager
 
 _LAST_SECONDS = 5.0
@@ -86,7 +86,7 @@ class GradientFetcher:
 
     def close(self) -> None:
         """Unregister the ring buffer if the device finishes its copies in time."""
-        if self._ring and all(wait(device_event, _LAST_SECONDS) for _, device_event in self._coming):
+        if self._ring and all(self._device.wait(device_event, _LAST_SECONDS) for _, device_event in self._coming):
             self._ring = []
             self._pinned.close()
 

@@ -10,7 +10,7 @@ import torch
 from infinity.config import Config
 from infinity.content.layout import Layout
 from infinity.errors import ConfigError, StallError
-from infinity.memory.device import Device, transfer_bytes, wait
+from infinity.memory.device import Device, transfer_bytes
 from infinity.optim.update_thread import UpdateWorker
 from infinity.schedule.link import UPDATE_BYTES, share_that_stays
 from infinity.units import MIB
@@ -90,7 +90,7 @@ def _seconds_on_device(device: Device) -> float:
         began = time.perf_counter()
         device.copy(there, host, stream)
         device.copy(host, there, stream)
-        if not wait(device.record_event(stream), _PATIENCE):
+        if not device.wait(device.record_event(stream), _PATIENCE):
             # The memory stays registered, because the device may still access it.
             raise StallError(f"the device did not copy {_COPIED} bytes within {_PATIENCE:.0f} s")
         seconds.append(time.perf_counter() - began)

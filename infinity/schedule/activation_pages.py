@@ -98,7 +98,7 @@ class ActivationPages:
         self._cache_slots = CacheSlots(self._pages, host_cache)
         self._cache = Cache(
             self._cache_slots, transfers, store, observer,
-            timeout=timeout, enter_thread=device.enter_thread, named=False,
+            timeout=timeout, device=device, named=False,
             setting="activations.host_bytes",
         )  # fmt: skip
         self._cache.eager = True

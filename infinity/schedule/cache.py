@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from infinity.errors import InfinityError
-from infinity.memory.device import DeviceEvent
+from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.copies import Copies
 from infinity.schedule.trace import Access, Mode, Use
@@ -45,8 +45,8 @@ class Cache:
 
     Args:
         store: storage that pages are read from and written to. ``None`` if every page has a cache slot.
-        timeout: maximum duration of a copy between a cache slot and a device, in seconds.
-        enter_thread: function that is called at the start of the thread that waits for these copies.
+        timeout: maximum time without progress of the device while copies are in flight, in seconds.
+        device: device that copies pages to or from cache slots.
         named: whether the page numbers of this cache are meaningful to the observer. If not, it receives -1 instead.
         setting: name of the setting that determines the number of cache slots, for error messages.
     """
@@ -59,7 +59,7 @@ class Cache:
         observer: Ledger,
         *,
         timeout: float,
-        enter_thread: Callable[[], None],
+        device: Device,
         named: bool = True,
         setting: str = "memory.host_bytes",
     ) -> None:
@@ -94,7 +94,7 @@ class Cache:
         """Number of threads that are waiting for a cache slot in `acquire`. An equal number of free cache slots is set
         aside for these threads and not available to prefetches.
         """
-        self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
+        self.copies = Copies(transfers, self._end_copy, device=device, timeout=timeout)
         """Copies of pages to or from a device. The pages stay pinned until their copy has ended."""
 
     # Uses #

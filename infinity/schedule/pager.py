@@ -7,7 +7,7 @@ lists the threads that take it):
       |                   |
       |                   +------> Transfers    transfers in flight, waiting threads, the first error
       |                   |
-      |                   +------> Copies       copies by the device, and the thread that waits for them
+      |                   +------> Copies       copies by the device
       +--> GpuResidentPages                     pages of GPU-resident FSDP modules
 
 `Cache` acquires, releases, prefetches, writes back and evicts pages. `Cursor` knows which pages the plan needs next.
@@ -42,7 +42,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout, Page
 from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
-from infinity.memory.device import Device, DeviceEvent, wait
+from infinity.memory.device import Device, DeviceEvent
 from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
 from infinity.schedule.cache_slots import CacheSlots, PageState
@@ -133,9 +133,7 @@ class Pager:
         self._store = store
         self.transfers = Transfers(observer, timeout=timeout, failed=failed)
         self._cache_slots = CacheSlots(layout.pages, host_cache)
-        self._cache = Cache(
-            self._cache_slots, self.transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
-        )
+        self._cache = Cache(self._cache_slots, self.transfers, store, observer, timeout=timeout, device=device)
         self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
         self._plan: Plan | None = None
         """Plan that was installed most recently. Changed by `install`, and cleared when a step departs from a predicted
@@ -285,10 +283,10 @@ class Pager:
             what: description of the device's work before this event, for the error message.
 
         Raises:
-            StallError: if the wait exceeds the time limit.
+            StallError: if the device makes no progress within the time limit.
             Exception: the first error, if an operation fails before or during the wait.
         """
-        if not wait(device_event, self._timeout, lambda: self.transfers.failure is not None):
+        if not self._device.wait(device_event, self._timeout, lambda: self.transfers.failure is not None):
             late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
             raise self.transfers.failure or late
 

@@ -2,7 +2,7 @@
 
 [Note: the one lock] A single lock, `Transfers.lock`, protects the entire state of the pager: the state in this module,
 in `CacheSlots`, in `Cache`, in `Cursor` and in reservations. The following threads acquire the lock: the training
-thread, the update thread, the thread that copies to a device, the thread that waits for such copies, the thread that
+thread, the update thread, the thread that copies to a device, the threads that wait for such copies, the thread that
 listens to other ranks, and the threads of the store when a transfer ends. The lock is reentrant, because a read may end
 before the store's `read` method returns. No thread copies page content or waits for a device while it holds the lock.
 See `Copies`.
@@ -41,6 +41,10 @@ _WAITS = {
 }
 _HELD_UP = frozenset({"update", "host_cache"})
 """Causes of waits that are prolonged while an update exchanges data with other ranks."""
+_AFTER_COPIES = _HELD_UP | {"copy"}
+"""Causes of waits whose time limit starts again when the device has copied a page. The device may first have to finish
+a long computation.
+"""
 
 
 class PageReaderWriter(Protocol):
@@ -119,6 +123,8 @@ class Transfers:
         """``True`` while an update waits for other ranks. [Note: late ranks]"""
         self._exchanged = 0.0
         """Time at which the last exchange ended, as returned by `time.perf_counter`."""
+        self.copied = 0.0
+        """Time at which a device last finished copying a page, as returned by `time.perf_counter`."""
         self.failure: Exception | None = None
         """The first error, or ``None``. It is never cleared, and may be read without the lock."""
 
@@ -190,7 +196,7 @@ class Transfers:
         if ready():
             return
         started = time.perf_counter()
-        finished = self._wait(lambda: ready() or self.failure is not None, held_up=cause in _HELD_UP)
+        finished = self._wait(lambda: ready() or self.failure is not None, cause)
         if not threaded:
             self._observer.stalled(cause, page, time.perf_counter() - started)
         self.check()
@@ -207,9 +213,9 @@ class Transfers:
         requests = [request for store in self._stores if (request := store.oldest_request()) is not None]
         return min(requests)[1] if requests else "no request is in flight"
 
-    def _wait(self, ended: Callable[[], bool], *, held_up: bool) -> bool:
+    def _wait(self, ended: Callable[[], bool], cause: str) -> bool:
         """Wait until `ended()` returns ``True``. Return ``False`` if the time limit is exceeded first."""
-        since = time.perf_counter()
+        since, held_up = time.perf_counter(), cause in _HELD_UP
         while not ended():
             # During an exchange, time counts only while transfers are in flight, and the limit restarts whenever a
             # transfer ends. Therefore a late rank does not cause an error, but a drive that hangs does.
@@ -217,6 +223,8 @@ class Transfers:
                 since = max(since, self._moving_since) if self.reads or self.writes else time.perf_counter()
             elif held_up:
                 since = max(since, self._exchanged)
+            if cause in _AFTER_COPIES:
+                since = max(since, self.copied)
             left = since + self._timeout - time.perf_counter()
             if left <= 0:
                 return False

@@ -14,7 +14,7 @@ from support.tables import all_but
     "name",
     all_but(
         DEFECTS,
-        "copies: the copy thread does not wait",
+        "copies: no thread waits for their events",
         "gradients: copied to pages before the reduction has completed",
         "gradients: released before the copy has completed",
         "number: copied to the update thread before it is computed",

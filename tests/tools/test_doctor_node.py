@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import infinity
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import UnsupportedError
-from infinity.memory.device import CudaDevice, open_device
+from infinity.memory.device import CudaDevice, opened
 from infinity_tools.doctor import accelerator, daemon_check
 from infinity_tools.doctor.finding import Finding
 from infinity_tools.doctor.world import World
@@ -136,9 +137,9 @@ def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: py
     assert matches(machine.look(accelerator.host_registration), "ok", "no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda name: nullcontext())
     monkeypatch.setattr(CudaDevice, "_clear", lambda self: None)
-    open_device.cache_clear()
+    opened.cache_clear()
     unregistered: list[object] = []
     for status, verdict in ((0, "ok"), (2, "warning")):
         cudart = SimpleNamespace(
@@ -147,7 +148,7 @@ def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: py
         monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
         assert matches(machine.look(accelerator.host_registration), verdict, "register")
     assert len(unregistered) == 1, "the registered memory is unregistered"
-    open_device.cache_clear()
+    opened.cache_clear()
 
 
 def test_nccl_is_required_only_with_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ class Simulation:
                 if isinstance(stream, Stream):
                     stream.name = f"FSDP2's {name}"
 
-        device_module.open_device.cache_clear()
+        device_module.opened.cache_clear()
         with ExitStack() as stack:
             for name, value in {
                 "Stream": streams.make_stream,
@@ -310,7 +310,7 @@ class Simulation:
             try:
                 yield self
             finally:
-                device_module.open_device.cache_clear()
+                device_module.opened.cache_clear()
         assert before == device_module.KINDS
 
 

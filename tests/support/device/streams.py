@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from support.device.clocks import Actor, Clock
 
 LOOKS = 4
 """Maximum number of queries until an event has completed."""
+_PAUSE = 5e-4
+"""Pause between queries of a thread that waits for an event, in seconds."""
 
 
 class Streams:
@@ -20,6 +23,7 @@ class Streams:
 
     def __init__(self, seed: int, looks: int) -> None:
         self.looks = looks  # maximum number of queries until an event has completed
+        self.queries = 0  # number of queries of all events
         self.lock = threading.RLock()
         self.chance = random.Random(seed)  # determines how many queries of an event return False
         self.default = Stream(self, "the stream of the computation")
@@ -115,7 +119,7 @@ class Stream(Actor):
 
     def synchronize(self) -> None:
         """Make this thread wait for all launched operations."""
-        self.record_event().synchronize()
+        self.record_event().complete()
 
     def query(self) -> bool:
         """Return whether all launched operations have run."""
@@ -152,16 +156,26 @@ class Event:
     def query(self) -> bool:
         """Return whether the event has completed. If so, this thread is ordered after it."""
         with self._streams.lock:
-            if self.stream is None:
-                return True
-            if self._looks:
-                self._looks -= 1
-                return False
-            self.synchronize()
-            return True
+            self._streams.queries += 1
+            return self._look()
+
+    def _look(self) -> bool:
+        if self._looks:
+            self._looks -= 1
+            return False
+        self.complete()
+        return True
 
     def synchronize(self) -> None:
-        """Make this thread wait for the event."""
+        """Make this thread wait for the event, which completes as late as if this thread had queried it."""
+        while True:
+            with self._streams.lock:
+                if self._look():
+                    return
+            time.sleep(_PAUSE)
+
+    def complete(self) -> None:
+        """Complete the event, and order this thread after it."""
         with self._streams.lock:
             if self.stream is not None:
                 self.stream.run(self.number)
