@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ _CHECK_SECONDS: Final = 0.1
 """Interval in seconds at which a thread that waits for an event checks for errors, interrupts and its time limit."""
 _END_SECONDS: Final = 1.0
 """Maximum time to wait for the end of a thread that waits for events, in seconds."""
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LARGEST_PIECE: Final = 64 * GIB
 """Maximum number of bytes per registration. Recent drivers reject a single registration of 512 GiB."""
 _THREAD_LOCAL: Final = 1
@@ -153,6 +155,10 @@ class Device:
     def spare_bytes(self) -> int:
         """Return the number of bytes of device memory for optional buffers, which is the free memory minus a margin."""
         return 0
+
+    def numa_node(self) -> int:
+        """Return the NUMA node that the device is connected to, or -1 if there is none or it is unknown."""
+        return -1
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register host memory. Emit a warning if registration fails.
@@ -331,6 +337,15 @@ class CudaDevice(AcceleratorDevice):
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.name) * total)
         return min(free, allowed - torch.cuda.memory_reserved(self.name)), allowed
 
+    def numa_node(self) -> int:
+        """Return the NUMA node of the GPU, or -1."""
+        bus: Any = torch.cuda.get_device_properties(self.name)
+        try:
+            address = f"{bus.pci_domain_id:04x}:{bus.pci_bus_id:02x}:{bus.pci_device_id:02x}.0"
+            return int((_PCI_DEVICES / address / "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return -1
+
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register memory with CUDA."""
         with torch.cuda.device(self.name):
@@ -407,5 +422,5 @@ def opened(name: torch.device) -> Device:
 
 def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tensor, Pinned]:
     """Allocate host memory for device copies. Return it as a byte tensor, with its registration (`Device.pin`)."""
-    memory = transfer_memory(nbytes)
+    memory = transfer_memory(nbytes, device.numa_node())
     return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)

@@ -11,7 +11,7 @@ from infinity.units import format_size
 
 
 class HostCache:
-    """Fixed-size, page-aligned host memory that is registered with the compute device.
+    """Fixed-size, page-aligned host memory that is registered with the compute device, on the device's NUMA node.
 
     The constructor allocates and touches all of the memory, so that a size that does not fit causes an error before
     training starts. The size is exact, whereas PyTorch's pinned memory allocator would round it up to a power of two.
@@ -30,7 +30,7 @@ class HostCache:
         self.cache_slots, self.cache_slot_bytes = cache_slots, cache_slot_bytes  # constant, as all attributes
         size = cache_slots * cache_slot_bytes
         try:
-            self.memory = transfer_memory(size)
+            self.memory = transfer_memory(size, device.numa_node())
         except (OSError, ValueError, OverflowError) as error:
             raise BudgetError(
                 f"cannot allocate a host cache of {format_size(size)}: {error}; decrease memory.host_bytes"

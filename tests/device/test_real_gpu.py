@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support import models
 from support.device.tables import (
     ACTIVATION_RECIPES,
     ACTIVATIONS,
@@ -20,7 +21,7 @@ from support.device.tables import (
     SOME,
 )
 from support.tables import variants
-from support.train import Paging, Recipe, compare, differences, in_memory, reproducible
+from support.train import Outcome, Paging, Recipe, compare, differences, in_memory, offloaded, reproducible, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +63,30 @@ def test_paging_changes_no_bit_of_a_large_model(name: str, updates: str, tmp_pat
     """The model is large enough for copies, updates and computation to overlap."""
     recipe = replace(LARGE, device="cuda", updates=updates, deterministic=True)
     assert compare(recipe, LARGE_PAGINGS[name], str(tmp_path)) == []
+
+
+def test_cuda_graphs_can_be_captured_while_pages_are_copied(tmp_path: Path) -> None:
+    """In the default mode of a capture, a query or allocation by any other thread would invalidate it."""
+    recipe = replace(LARGE, device="cuda", updates="cuda")
+    unrelated, example = torch.nn.Linear(256, 256, device="cuda"), torch.ones(8, 256, device="cuda")
+    expected = unrelated(example).detach()
+    captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
+
+    def capture(*_: object) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            for _ in range(200):  # long enough for other threads to use the device
+                result = unrelated(example)
+        graph.replay()
+        captured.append((graph, result))
+
+    with offloaded(recipe, LARGE_PAGINGS["forward-prefetched"], tmp_path) as (model, optimizer):
+        for layer in models.layers_of(model):
+            layer.register_forward_pre_hook(capture)
+        train(recipe, model, optimizer, Outcome())
+        layers = len(models.layers_of(model))
+    assert len(captured) == recipe.steps * layers
+    assert all(torch.equal(result, expected) for _, result in captured)
 
 
 @pytest.mark.parametrize(

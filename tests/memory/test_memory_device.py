@@ -22,6 +22,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError
 from infinity.memory import device as device_module
+from infinity.memory import host_cache as host_cache_module
 from infinity.memory.device import AcceleratorDevice, CudaDevice, Device, open_device, opened
 from infinity.memory.host_cache import HostCache
 from infinity.optim.update_thread import UpdateWorker
@@ -121,6 +122,24 @@ def test_failed_pinning_releases_all_pieces(cuda: Callable[[Runtime], SimpleName
     assert len(runtime.registered) == 2
     assert sorted(runtime.unregistered) == [address for address, _, _ in runtime.registered]
     assert made.cleared == 1
+
+
+def test_host_cache_is_on_the_numa_node_of_the_gpu(
+    cuda: Callable[[Runtime], SimpleNamespace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Linux reports the node by PCI address, and -1 if there is only one."""
+    device, nodes = cuda(Runtime()).device, []
+    bus = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: bus)
+    monkeypatch.setattr(device_module, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(host_cache_module, "transfer_memory", lambda size, node: nodes.append(node) or bytearray(size))
+    HostCache(1, PIECE, device=device)
+    (folder := tmp_path / "0000:1b:00.0").mkdir()
+    for node in ("1", "-1"):
+        (folder / "numa_node").write_text(f"{node}\n")
+        HostCache(1, PIECE, device=device)
+    HostCache(1, PIECE, device=Device(torch.device("cpu")))
+    assert nodes == [-1, 1, -1, -1]
 
 
 def test_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

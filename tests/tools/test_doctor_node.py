@@ -138,6 +138,7 @@ def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda name: nullcontext())
+    monkeypatch.setattr(CudaDevice, "numa_node", lambda self: -1)
     monkeypatch.setattr(CudaDevice, "_clear", lambda self: None)
     opened.cache_clear()
     unregistered: list[object] = []
