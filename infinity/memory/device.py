@@ -378,7 +378,7 @@ class _Registered(Pinned):
                 self.close()
                 warnings.warn(
                     f"CUDA could not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies to "
-                    "and from the device are slower. Raise the limit on locked memory (ulimit -l).",
+                    "and from the device block training. Raise the limit on locked memory (ulimit -l).",
                     stacklevel=4,
                 )
                 return
