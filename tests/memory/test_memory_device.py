@@ -362,9 +362,14 @@ def test_wait_ends_when_it_is_cancelled() -> None:
 def test_wait_is_interrupted_by_ctrl_c() -> None:
     """Nothing but the signal ends the wait."""
     timer = threading.Timer(SOON, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
+
+    def look() -> bool:
+        if timer.ident is None:
+            timer.start()
+        return False
+
     with pytest.raises(KeyboardInterrupt):
-        Device(torch.device("cpu")).wait(ManualEvent(), float("inf"))
+        Device(torch.device("cpu")).wait(ManualEvent(), float("inf"), look)
 
 
 # The pager #
