@@ -124,7 +124,10 @@ class Workload:
         """
         root, layers = model.forward_flops(self.sequence)
         weights = model.trainable_parameters / model.parameters
-        again = root * self.slices_head + layers * self.recomputes
+        if self.slices_layers:  # slices are recomputed completely
+            again = root + layers
+        else:
+            again = root * self.slices_head + model.recomputed_flops(self.sequence) * self.recomputes
         return self.tokens * ((2 + weights) * (root + layers) + again)
 
 

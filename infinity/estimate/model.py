@@ -78,6 +78,15 @@ class FSDPModuleShape:
         """Number of elements with which each token is multiplied in forward."""
         return sum(parameter.used * parameter.numel for parameter in self.parameters if len(parameter.shape) > 1)
 
+    @property
+    def used_last(self) -> float:
+        """Number of elements of the last matrix with which each token is multiplied.
+
+        It is 0 for experts, because the sum over experts needs the result of this product for backward.
+        """
+        last = next((parameter for parameter in reversed(self.parameters) if len(parameter.shape) > 1), None)
+        return last.used * last.numel if last and last.used == 1 else 0.0
+
     @cached_property
     def trained(self) -> int:
         """Number of trained elements."""
@@ -130,6 +139,17 @@ class ModelShape:
         """
         attention = 4.0 * sequence * self.hidden * len(self.layers)
         return 2.0 * self.root.used, 2.0 * sum(layer.used for layer in self.layers) + attention
+
+    def recomputed_flops(self, sequence: int) -> float:
+        """Return the number of floating-point operations per token that activation checkpointing computes again.
+
+        torch stops recomputing a layer as soon as all tensors for backward exist. The last product, which is
+        ``down_proj`` in Llama, is not computed again, because backward only needs its inputs.
+
+        Args:
+            sequence: Tokens per sequence.
+        """
+        return self.forward_flops(sequence)[1] - 2.0 * sum(layer.used_last for layer in self.layers)
 
     def specs(
         self, optimizer: str, *, world_size: int, computed: str, state_format: str
