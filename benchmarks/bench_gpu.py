@@ -323,7 +323,7 @@ def planned(
     """
     from infinity.config import load_config
     from infinity.estimate.estimate import STORAGE, estimate
-    from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Machine
+    from infinity.estimate.machine import CALL_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Machine
 
     shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
     on_device = facts[variant]["update_device"] != "cpu"
@@ -335,7 +335,7 @@ def planned(
         update_seconds=update_seconds,
         update_cores=cores,
         hash_rate=HASH_RATE if device["link"] else 0.0,
-        access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
+        call_seconds=CALL_SECONDS if device["link"] else 0.0,
     )
     settings = load_config(settings_of(options, variant, shape.parameters, facts[variant]["device_bytes"]))
     settings = settings.with_values(**{"update.device": "cuda" if on_device else "cpu"})

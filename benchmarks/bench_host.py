@@ -8,6 +8,7 @@ immediately. Functions of the stand-in do not count. Counts do not depend on the
 
 - `memory`: FSDP2 and the optimizer of torch, with all state in memory.
 - `device`: infinity with updates on the GPU, and prefetched weights. If all state is GPU-resident: `resident`.
+- `device_nvme`: the same with a host cache for a part of the state. It waits for the drive, so it has no limit.
 - `host`: infinity on a CPU, with pages of 1 MiB.
 
 The suffix `_clip` adds gradient clipping, and `_2_ranks` counts the calls of rank 0 of two.
@@ -55,7 +56,7 @@ LIMITS = {
 """By variant: maximum Python calls per step, and maximum calls into torch relative to FSDP2 in memory. They are about
 5 % above the counts, because a thread that waits on a slow machine checks for failures more often.
 """
-VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", *LIMITS)
+VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", "device_nvme", *LIMITS)
 ROOT = Path(__file__).parents[1]
 STEPS = 2
 """Number of counted steps. As many steps run before, because infinity records the first one and then makes a plan."""
@@ -233,7 +234,10 @@ def measure(variant: str, counter: Counter) -> dict[str, Any]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             settings: dict[str, Any] = {
                 "storage": {"paths": [folder]},
-                "memory": {"host_bytes": 400 << 20, "page_bytes": (1 << 20) if variant == "host" else 64 << 10},
+                "memory": {
+                    "host_bytes": (24 if variant == "device_nvme" else 400) << 20,
+                    "page_bytes": (1 << 20) if variant == "host" else 64 << 10,
+                },
                 "update": {"cores": 1},
                 "run": {"keep": "never"},
             }
@@ -249,7 +253,10 @@ def measure(variant: str, counter: Counter) -> dict[str, Any]:
             losses += steps(model, optimizer, STEPS, clip=clip)
             if not variant.startswith("memory"):
                 optimizer._runner.updates.drain()  # wait for updates on the other thread
+        plan = None if variant.startswith("memory") else optimizer.run.plan
         return {
+            "accesses": len(plan.trace) if plan else 0,
+            "pages": plan.traffic.total_bytes // settings["memory"]["page_bytes"] if plan else 0,
             "python_calls": counter.python // STEPS,
             "torch_calls": counter.torch // STEPS,
             "cpu_seconds": round(seconds, 4),

@@ -82,7 +82,7 @@ def plan(setup: Published) -> dict[str, Any]:
     """Return the plan of a setup."""
     from infinity.config import Config
     from infinity.estimate.estimate import STORAGE, Workload, estimate
-    from infinity.estimate.machine import ACCELERATORS, ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
+    from infinity.estimate.machine import ACCELERATORS, CALL_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
     from infinity.estimate.model import decoder
 
     count, read, write, space = setup.node["drives"]
@@ -98,7 +98,7 @@ def plan(setup: Published) -> dict[str, Any]:
         update_seconds=UPDATE_SECONDS,
         update_cores=setup.node["cores"],
         hash_rate=HASH_RATE,
-        access_seconds=ACCESS_SECONDS,
+        call_seconds=CALL_SECONDS,
         interconnect=setup.node["exchange"],
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks

@@ -3,7 +3,8 @@
 `estimate` uses the same code as a run to choose the budget, the update schedule and the plan, and the same timing
 model. Only the input differs: shapes and events come from a `ModelShape` instead of from a model and its first step.
 The timing model receives simple quotients: floating-point operations divided by the device throughput, bytes by the
-bandwidth of a link or the checksum speed, parameters by the update speed, and page accesses by the speed of Python.
+bandwidth of a link or the checksum speed, parameters by the update speed, and calls of Python functions by the speed of
+Python.
 """
 
 from __future__ import annotations
@@ -41,6 +42,24 @@ STORAGE = ("drives", "hashing")
 DAY = 86_400.0
 BEHIND = 2
 """Maximum number of FSDP modules whose gradients have been computed but not yet consumed by their update."""
+PASS_CALLS = 350
+MODULE_CALLS = 2300
+GPU_RESIDENT_CALLS = 675
+ACCESS_CALLS = 245
+PAGE_CALLS = 180
+"""
+[Note: Python calls] A step on a GPU takes at least as long as its Python code and the launch of its kernels, because
+all threads share the GIL. These are numbers of calls of Python functions, as counted by benchmarks/bench_host.py:
+
+- per pass through a layer. A layer takes one pass in forward, one for recomputation and two in backward. Autograd
+  launches kernels without Python functions, so only the sum over the four passes was counted.
+- per FSDP module: FSDP2, the optimizer, and the hooks of `infinity`;
+- per GPU-resident FSDP module, in addition;
+- per access to a batch of pages;
+- per page that is read from or written to the drives.
+
+The counts of 16 configurations with 4 to 12 layers are within 13 % of the sums, and 14 of them within 4 %.
+"""
 _UNLIMITED_BANDWIDTH = 1e18
 """Bandwidth, in bytes per second, at which the time for drive I/O is negligible."""
 _MOST_TOKENS = 1 << 34
@@ -166,7 +185,7 @@ class Seconds:
     busier thread counts.
     """
     interpreter: Load
-    """Python code of page accesses."""
+    """Python code of all threads, including the launch of kernels."""
     fixed: Load
     """Time that does not depend on the number of tokens: hooks, and copies in host memory."""
     reads: float
@@ -265,6 +284,8 @@ class Estimate:
 
     def _busy(self, work: Workload, activations: Activations) -> dict[str, float]:
         machine, traffic = self.machine, self._traffic(activations)
+        launching, per_access, per_page = self._python(work)
+        pages = self.plan.traffic.total_bytes / self.layout.page_bytes
         link = machine.device.link
         hashed = max(traffic.read_bytes, traffic.written_bytes)
         return {
@@ -277,7 +298,7 @@ class Estimate:
             else self._trained * machine.update(self.settings.state.format),
             "drives": traffic.total_bytes / self._bandwidth(traffic),
             "hashing": hashed / machine.hash_rate if machine.hash_rate else 0.0,
-            "interpreter": len(self.plan.trace) * machine.access_seconds,
+            "interpreter": launching + len(self.plan.trace) * per_access + pages * per_page,
             "fixed": machine.fixed_seconds,
         }
 
@@ -313,6 +334,7 @@ class Estimate:
         busy = self._busy(work, activations) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
+        launching, per_access, per_page = self._python(work) if busy["interpreter"] else (0.0, 0.0, 0.0)
         resources = OtherResources(
             updates=0.0 if self.updates_on_device else busy["updates"],
             weights=busy["weights"],
@@ -321,11 +343,21 @@ class Estimate:
             changed=changed,
             verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
             hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
-            interpreter=busy["interpreter"],
+            launching=launching,
+            per_access=per_access,
+            per_page=per_page if busy["drives"] else 0.0,
             update_limit=BEHIND,
         )
         bandwidth = _UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic)
         return bandwidth, resources, 2 * activations.moved, busy["computation"] + busy["collectives"] + busy["fixed"]
+
+    def _python(self, work: Workload) -> tuple[float, float, float]:
+        """Return the Python time to launch a step, per access and per page, in seconds. See [Note: Python calls]."""
+        model, each = self.model, self.machine.call_seconds
+        calls = PASS_CALLS * len(model.layers) * work.micro_batches * (3 + work.recomputes)
+        calls += MODULE_CALLS * len(model.fsdp_modules) * work.passes
+        calls += GPU_RESIDENT_CALLS * len(self.resolved_schedule.gpu_resident)
+        return each * calls, each * ACCESS_CALLS, each * PAGE_CALLS
 
     @property
     def _update_copies(self) -> tuple[float, float]:

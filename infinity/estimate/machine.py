@@ -131,13 +131,14 @@ HASH_RATE = 10e9
 memory.
 """
 
-ACCESS_SECONDS = 400e-6
-"""Approximate time that Python code takes per access to a batch of pages on a machine with a GPU, in seconds. It covers
-all threads of a process, because they share the GIL. An access takes about 225 Python calls (the difference between
-small and large batches in benchmarks/bench_host.py), and 1.8 µs per call matched step times that were measured
-before pages were processed in batches. With it, measured steps of 16,384 tokens take 3 to 23 % longer than planned, and
-steps of 2,048 tokens 42 to 54 % (benchmarks/results/gpu*.json). A reason is that the thread that launches kernels needs
-the GIL, too.
+CALL_SECONDS = 3.5e-6
+"""Time per call of a Python function on a machine with a GPU, in seconds. It includes the functions of torch that these
+functions call, the launch of kernels, and waits for the GIL, which all threads of a process share.
+
+The value was fitted to the five steps of `infinity` in benchmarks/results/gpu*.json, which are planned 2 % too short to
+4 % too long with the plans and counts of their commit. It is a mean: on a CPU, functions of FSDP2 take 1.5 µs per call,
+and those of `infinity` 0.7 to 1.2 µs. With the GPU, a step of FSDP2 alone with 2,048 tokens took 3.9 µs per call. Code
+that processed pages one by one took less than 2 µs.
 """
 
 
@@ -163,8 +164,8 @@ class Machine:
     """Checksum speed per thread, in bytes per second. One thread handles pages that are read, and another handles pages
     that are written. 0: checksums take no time.
     """
-    access_seconds: float = 0.0
-    """Time that Python code takes per page access, in seconds. 0: it takes no time, or is part of `fixed_seconds`."""
+    call_seconds: float = 0.0
+    """Time per call of a Python function, in seconds. 0: Python takes no time, or is part of `fixed_seconds`."""
     interconnect: float = 0.0
     """Bytes per second at which a rank exchanges weights and gradients with other ranks. 0: the exchange takes no time.
     """

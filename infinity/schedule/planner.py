@@ -577,7 +577,9 @@ class Simulation:
             work: computation time of a step, expressed as the number of bytes that the drive transfers in that time.
             resources: other resources that take time.
         """
-        return self.draft.length(work, resources) if self.plan.trace else work  # without a trace, all is GPU-resident
+        if not self.plan.trace:  # all is GPU-resident
+            return max(work, resources.launching)
+        return self.draft.length(work, resources)
 
     def least_seconds(
         self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0

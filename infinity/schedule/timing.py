@@ -12,17 +12,20 @@ at a time and is represented by the time at which it will have finished all work
 - Updates run on their own thread or on the training thread.
 - Checksums take time: a page becomes available when it has been read and verified, and its cache slot becomes free when
   the page has been hashed and written.
-- The Python interpreter takes time: each access occupies its thread for a while.
+- The Python interpreter takes time. All threads of a process share it (GIL), so the computation of an FSDP module takes
+  at least as long as launching it, plus the Python code of the accesses since the previous computation. An update also
+  occupies its own thread for the time of its Python code.
 - The link to a device is used in both directions. Weights are copied when their pages are available and their update
   has ended. If weights are prefetched to the GPU, a separate thread copies them, and the training thread waits for that
   thread at the gather; otherwise the training thread copies them. Gradients are copied to the host after the
   computation of their FSDP module, overlapping the computation of the next one. The update, or the access that stores
   the gradients, waits for the copy. If updates run in backward, only a limited number of FSDP modules may be waiting
-  for their update after their gradients have been computed.
+  for their update after their gradients have been computed. If updates run on the device, a limited number of batches
+  is queued there.
 
-The simulation makes three simplifications. The training thread does not launch device work ahead of time, so the Python
-time of its accesses is added to the computation. Threads do not compete for the Python interpreter. Copies compete
-neither with copies in the opposite direction for the link, nor with updates for host memory bandwidth.
+The simulation makes two simplifications. Launching the computation of one FSDP module overlaps only the computation of
+this FSDP module. Copies compete neither with copies in the opposite direction for the link, nor with updates for host
+memory bandwidth.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +52,8 @@ activations and 3 with it; this value is the mean.
 """
 _STEPS = 2
 """Number of simulated steps. The last one is steady: every later step would take the same time."""
+QUEUED = 3
+"""Maximum number of unfinished batches of updates on the device. See `infinity.optim.device_pages`."""
 _TRAINING, _UPDATES, _PREFETCHES, _LINK = range(4)
 """Executor of an access: the training thread, which waits for the access; the update thread; the thread that prefetches
 weights to the GPU; or the link, which copies gradients to the host.
@@ -99,8 +105,12 @@ class OtherResources:
     """Time to verify the checksums of all pages that are read."""
     hashing: float = 0.0
     """Time to compute the checksums of all pages that are written."""
-    interpreter: float = 0.0
-    """Python time of all accesses together."""
+    launching: float = 0.0
+    """Python time of a step that does not depend on its accesses: launching kernels, and hooks of FSDP modules."""
+    per_access: float = 0.0
+    """Python time of one access."""
+    per_page: float = 0.0
+    """Python time to read or write one page."""
     update_limit: int = 0
     """Maximum number of FSDP modules whose gradients have been computed but not yet applied, if updates run in
     backward. 0 means no limit.
@@ -121,7 +131,9 @@ class OtherResources:
             changed=factor * self.changed,
             verifying=factor * self.verifying,
             hashing=factor * self.hashing,
-            interpreter=factor * self.interpreter,
+            launching=factor * self.launching,
+            per_access=factor * self.per_access,
+            per_page=factor * self.per_page,
         )
 
     @property
@@ -376,13 +388,26 @@ class Timing:
         return [pages[access[0].page].fsdp_module for access in self._cycle.trace]
 
     @cached_property
-    def _hooks(self) -> list[bool]:
-        """For each access, whether it gathers weights."""
-        return [is_gather(access, self._cycle.layout) for access in self._cycle.trace]
-
-    @cached_property
     def _updating(self) -> list[float]:
         return updating(self._cycle.trace, self._cycle.layout)
+
+    def _delays(self, accesses: Sequence[_SimulatedAccess], work: float, resources: OtherResources) -> list[float]:
+        """Return, for each access and for the end, the time by which Python delays the computation before it."""
+        shares = [*self._shares]
+        for place, waits in self._awaited.items():
+            shares[place] += sum(share for _, share in waits)
+        python = [
+            resources.per_access + resources.per_page * (sum(entering) + sum(map(bool, leaving)))
+            for *_, entering, leaving in accesses
+        ]
+        last = max((position for position, share in enumerate(shares) if share), default=0)
+        waiting = sum(python[last:])  # Python time since the previous computation
+        delays = [0.0] * len(shares)
+        for position, (share, taking) in enumerate(zip(shares, (*python, 0.0), strict=True)):
+            if share:
+                delays[position], waiting = max(0.0, share * (resources.launching - work) + waiting), 0.0
+            waiting += taking
+        return delays
 
     def _link_uses(self, *, on_device: bool) -> list[_LinkUse]:
         if on_device not in self._links:
@@ -436,11 +461,10 @@ class Timing:
         if resources.updates:
             each = [resources.updates * share for share in self._updating]
         work_before = [share * work for share in self._shares]
-        if resources.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
-            python = resources.interpreter / length
-            each = [taking if hook else taking + python for taking, hook in zip(each, self._hooks, strict=True)]
-            hooks = (*self._hooks, False)
-            work_before = [work + python if hook else work for work, hook in zip(work_before, hooks, strict=True)]
+        if resources.launching or resources.per_access:
+            python = (resources.per_access if executor == _UPDATES else 0.0 for executor in self._executors)
+            each = [*map(add, each, python)]
+            work_before = [*map(add, work_before, self._delays(transfers.accesses, work, resources))]
         # The last computation precedes the next step.
         work_before[0] += work_before.pop()
         awaited: list[Sequence[tuple[int, float]]] = [()] * length
@@ -511,6 +535,7 @@ def simulate(
     applied: defaultdict[int, float] = defaultdict(float)  # by FSDP module: end of its last update
     recent: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
     changed: defaultdict[int, float] = defaultdict(float)  # by page: time of the last modification of weights
+    queued = deque([0.0] * QUEUED, QUEUED)  # ends of the latest updates on the device
     ends: list[float] = []  # by position, of any thread
     finished = 0  # accesses, from the first one on, for whose end the training thread has waited
     next_read, next_ready = itertools.cycle(reads).__next__, ready.popleft
@@ -590,6 +615,8 @@ def simulate(
                     at = gradients[fsdp_module]
                 elif kind == _STORES and to_host > at:
                     at = to_host
+                if resources.read and updating and queued[0] > at:
+                    at = queued[0]
             for read in entering:
                 if read:
                     while not ready:
@@ -611,8 +638,9 @@ def simulate(
                     end = at = to_host = at + copying * resources.gradients
                 else:
                     if resources.read and updating:
-                        at = to_device = max(at, to_device) + updating * resources.read
-                        end = to_host = max(at, to_host) + updating * resources.changed
+                        to_device = max(at, to_device) + updating * resources.read
+                        end = to_host = max(to_device, to_host) + updating * resources.changed
+                        queued.append(end)
                     applied[fsdp_module] = end
                     for page in weights:
                         changed[page] = end

@@ -20,7 +20,7 @@ import pytest
 
 from infinity.config import Config
 from infinity.estimate.estimate import Estimate, Load, Workload, estimate
-from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity.estimate.machine import CALL_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import decoder
 from infinity.schedule.planner import Plan, Simulation
 from infinity.schedule.schedule_choice import choose_simulation
@@ -68,7 +68,7 @@ def planned_once(name: str, host_cache: int, device_bytes: int) -> Estimate:
         device=Accelerator(name="h100", flops=400e12, memory_bytes=80 * GIB, link=55e9),
         update_seconds=UPDATE_SECONDS,
         update_cores=8,
-        access_seconds=ACCESS_SECONDS,
+        call_seconds=CALL_SECONDS,
     )
     work = Workload(batch_tokens=TOKENS, sequence=4096, checkpointing=True, micro_batches=4)
     settings = {"memory.host_bytes": host_cache, "memory.device_bytes": device_bytes, "update.device": "cpu"}
@@ -218,7 +218,7 @@ def test_machine_without_a_link_uses_three_resources() -> None:
     """The step time is the prediction for computation, updates and drives alone."""
     linked = planned("8B", 1, HOST_CACHES["8B"])
     device = replace(linked.machine.device, link=0.0)
-    found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, access_seconds=0.0))
+    found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, call_seconds=0.0))
     seconds = found.seconds
     alone = Simulation(found.plan, found.layout, threaded=True).seconds(
         bandwidth=found.bandwidth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
+from infinity.optim import device_pages
+from infinity.schedule import timing
 from infinity.schedule.planner import Plan, Simulation, make_plan, preferred
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
@@ -172,7 +175,7 @@ def step_time(drawn: tuple[Plan, Layout], work: float = ALONE, **resources: floa
     return found
 
 
-RESOURCES = ("updates", "weights", "gradients", "read", "changed", "verifying", "hashing", "interpreter")
+RESOURCES = ("updates", "weights", "gradients", "read", "changed", "verifying", "hashing", "launching")
 
 
 @settings(max_examples=60)
@@ -329,13 +332,47 @@ def test_number_of_modules_awaiting_updates_is_limited() -> None:
     assert found[0] > 1.05 * found[-1]
 
 
-def test_python_time_counts_on_the_thread_that_needs_pages() -> None:
-    """The training thread without an update thread pays all of it; otherwise it pays the time of gathers only."""
+@pytest.mark.parametrize("threaded", [False, True])
+def test_python_of_all_threads_delays_the_launch_of_computation(threaded: bool) -> None:
+    """A step takes as long as its computation or its Python code, whichever is longer."""
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
-    (alone,) = lengths(plan, layout, [ALONE], resources=OtherResources(interpreter=0.1 * ALONE), threaded=False)
-    assert alone == pytest.approx(1.1 * ALONE)
-    assert ALONE < step_time(fully_cached(), interpreter=0.1 * ALONE) < alone
+
+    def length(work: float, **times: float) -> float:
+        (found,) = lengths(plan, layout, [work], resources=OtherResources(**times), threaded=threaded)
+        return found
+
+    each = ALONE / len(trace)
+    assert length(ALONE, launching=0.5 * ALONE) == pytest.approx(ALONE)
+    assert length(ALONE, launching=3 * ALONE) == pytest.approx(3 * ALONE)
+    assert length(0.0, launching=ALONE, per_access=each) == pytest.approx(2 * ALONE, rel=0.02)
+    assert length(100 * ALONE, launching=ALONE, per_access=each) < 100.2 * ALONE
+
+
+def test_reading_and_writing_pages_takes_python_time() -> None:
+    """All threads share one interpreter, so the time per page is added to the launch of computation."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, len(layout.pages) // 2)
+    pages = plan.traffic.total_bytes / PAGE
+    assert pages > 10
+
+    def length(each: float) -> float:
+        resources = OtherResources(launching=ALONE, per_page=each)
+        (found,) = lengths(plan, layout, [ALONE], resources=resources, threaded=True)
+        return found
+
+    each = 10 * plan.traffic.total_bytes / pages
+    assert length(each) > 0.95 * (ALONE + pages * each)
+
+
+def test_few_updates_are_queued_on_the_device() -> None:
+    """The Python code of a batch waits until an earlier batch has been copied back."""
+    assert timing.QUEUED == device_pages._MOST_QUEUED
+    drawn = fully_cached()
+    times = {"read": ALONE, "changed": ALONE, "per_access": 0.001 * ALONE}
+    with patch.object(timing, "QUEUED", 1):
+        alone = step_time(drawn, **times)
+    assert alone > 1.5 * step_time(drawn, **times)
 
 
 def test_verification_delays_reads_and_hashing_delays_free_slots() -> None:

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError
 from infinity.estimate.estimate import Estimate, Workload, estimate, working_bytes
 from infinity.estimate.machine import (
     ACCELERATORS,
-    ACCESS_SECONDS,
+    CALL_SECONDS,
     HASH_RATE,
     REACHED,
     REACHED_IN_COLLECTIVES,
@@ -294,7 +294,7 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
         update_seconds=UPDATE_SECONDS if beside else {name: each / cores for name, each in UPDATE_SECONDS.items()},
         update_cores=beside,
         hash_rate=HASH_RATE * max(1, hash_threads(cores - beside - 1)) if device.link else 0.0,
-        access_seconds=ACCESS_SECONDS if device.link else 0.0,
+        call_seconds=CALL_SECONDS if device.link else 0.0,
         interconnect=interconnect,
     )
 
@@ -382,7 +382,7 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
     if device.link:
         lines.append(
             f"transfers between host and GPU: {_giga(device.link)}B/s each way; checksums: "
-            f"{_giga(machine.hash_rate)}B/s; Python: {1e6 * machine.access_seconds:.0f} µs per page access"
+            f"{_giga(machine.hash_rate)}B/s; Python: {1e6 * machine.call_seconds:.1f} µs per call"
         )
     if work.micro_batches > 1 and work.layer_major:
         lines.append(f"each layer processes all {work.micro_batches} micro-batches before the next layer starts")

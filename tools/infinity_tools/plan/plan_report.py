@@ -32,7 +32,7 @@ RESOURCES = {
     "updates": "optimizer updates",
     "drives": "NVMe I/O",
     "hashing": "checksums",
-    "interpreter": "Python overhead of page accesses",
+    "interpreter": "Python, kernel launches",
     "fixed": "other fixed costs",
 }
 """Label of each resource of `Seconds`."""
