@@ -8,12 +8,18 @@ immediately. Functions of the stand-in do not count. Counts do not depend on the
 
 - `memory`: FSDP2 and the optimizer of torch, with all state in memory.
 - `device`: infinity with updates on the GPU, and prefetched weights. If all state is GPU-resident: `resident`.
-- `device_nvme`: the same with a host cache for a part of the state. It waits for the drive, so it has no limit.
+- `device_split`, `device_8bit`: infinity with these state formats and prefetched weights. Updates run on the CPU.
 - `host`: infinity on a CPU, with pages of 1 MiB.
 
 The suffix `_clip` adds gradient clipping, and `_2_ranks` counts the calls of rank 0 of two.
 
-`cpu_seconds` is the processor time per step without counting, including the computation of the model.
+The figures of a step are:
+
+- `python_calls` and `torch_calls`: calls of Python functions, and calls into torch, on all threads.
+- `sharding_calls`: the Python calls in FSDP2 and infinity, except those of updates. They gather weights, reduce
+  gradients and hand updates over. `update_calls`: the Python calls on the update thread.
+- `cpu_seconds`: processor time of all threads, and `thread_seconds`: processor time of the training thread. Both are
+  measured without counting, and include the computation of the model.
 
     python benchmarks/bench_host.py [--variants memory,device] [--json]
 """
@@ -38,7 +44,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard, fully_shard
 
 import infinity
 from infinity import torch_private
@@ -56,8 +62,18 @@ LIMITS = {
 """By variant: maximum Python calls per step, and maximum calls into torch relative to FSDP2 in memory. They are about
 5 % above the counts, because a thread that waits on a slow machine checks for failures more often.
 """
+<<<<<<< HEAD
 VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", "device_nvme", *LIMITS)
+=======
+SHARDING_LIMITS = {"device_split": 24_000, "device_8bit": 24_000}
+"""By variant: maximum `sharding_calls`, about 5 % above the counts, which are 2.3 times the 9,735 calls of FSDP2 in
+memory. The calls of updates are not limited.
+"""
+VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", *LIMITS, *SHARDING_LIMITS)
+>>>>>>> e0ba15a2 (bench-host counts the calls of split and 8bit, whose updates run on the CPU)
 ROOT = Path(__file__).parents[1]
+SHARDING = tuple(str(Path(module.__file__).parent) for module in (_fully_shard, infinity))
+"""Folders of the code of FSDP2 and infinity."""
 STEPS = 2
 """Number of counted steps. As many steps run before, because infinity records the first one and then makes a plan."""
 
@@ -132,6 +148,11 @@ class _Device(devices.AcceleratorDevice):
         return self.spare
 
 
+def _update_device(settings: Any, *_: Any, **__: Any) -> tuple[bool, str]:
+    """Update on the GPU if the state format allows it."""
+    return settings.state.format == "fp32", "stand-in"
+
+
 @contextmanager
 def stand_in(spare: int) -> Iterator[None]:
     """Replace the CPU by a GPU with `spare` bytes of free memory."""
@@ -143,25 +164,35 @@ def stand_in(spare: int) -> Iterator[None]:
         stack.enter_context(patch.object(torch.accelerator, "current_stream", _current))
         stack.enter_context(patch.object(_Device, "spare", spare))
         stack.enter_context(patch.dict(devices.KINDS, {"cpu": _Device}))
-        stack.enter_context(patch.object(run, "choose_update_device", lambda *_, **__: (True, "stand-in")))
+        stack.enter_context(patch.object(run, "choose_update_device", _update_device))
         stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
         yield
     devices.opened.cache_clear()
+
+
+class _Thread(threading.local):
+    """Counting state of each thread."""
+
+    def __init__(self) -> None:
+        self.updates = threading.current_thread().name.startswith("infinity-update")
+        self.depth = 0  # number of functions of FSDP2 and infinity that are running
 
 
 class Counter:
     """Counts calls on all threads that start after its creation."""
 
     def __init__(self) -> None:
-        self.python = self.torch = 0
+        self.python = self.torch = self.sharding = self.updates = 0
         self._active = False
+        self._thread = _Thread()
         self._lock = threading.Lock()
         threading.setprofile(self._called)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count in this context."""
-        self.python = self.torch = 0
+        self.python = self.torch = self.sharding = self.updates = 0
+        self._thread = _Thread()
         self._active = True
         sys.setprofile(self._called)
         try:
@@ -173,9 +204,16 @@ class Counter:
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
         if not self._active or frame.f_code.co_filename == __file__:
             return
+        thread = self._thread
         if event == "call":
+            thread.depth += frame.f_code.co_filename.startswith(SHARDING)
             with self._lock:
                 self.python += 1
+                self.updates += thread.updates
+                self.sharding += thread.depth > 0 and not thread.updates
+        elif event == "return":
+            # A function that began before the counting has not increased the depth.
+            thread.depth = max(0, thread.depth - frame.f_code.co_filename.startswith(SHARDING))
         elif event == "c_call":
             owner = type(getattr(function, "__self__", None)).__module__ or ""
             if owner.startswith("torch") or (getattr(function, "__module__", None) or "").startswith("torch"):
@@ -243,12 +281,15 @@ def measure(variant: str, counter: Counter) -> dict[str, Any]:
             }
             if variant.startswith("device"):
                 settings["memory"]["device_bytes"] = 2 << 20  # for the GPU prefetch buffer only
+            if variant in SHARDING_LIMITS:
+                settings["state"] = {"format": variant.removeprefix("device_")}
             optimizer = infinity.offload(model, optimizer, settings)
             stack.callback(optimizer.close)
         losses = steps(model, optimizer, 2 + STEPS, clip=clip)
-        before = time.process_time()
+        before = time.process_time(), time.thread_time()
         losses += steps(model, optimizer, STEPS, clip=clip)
-        seconds = (time.process_time() - before) / STEPS
+        after = time.process_time(), time.thread_time()
+        seconds = [round((b - a) / STEPS, 4) for a, b in zip(before, after, strict=True)]
         with counter.counting():
             losses += steps(model, optimizer, STEPS, clip=clip)
             if not variant.startswith("memory"):
@@ -259,7 +300,10 @@ def measure(variant: str, counter: Counter) -> dict[str, Any]:
             "pages": plan.traffic.total_bytes // settings["memory"]["page_bytes"] if plan else 0,
             "python_calls": counter.python // STEPS,
             "torch_calls": counter.torch // STEPS,
-            "cpu_seconds": round(seconds, 4),
+            "sharding_calls": counter.sharding // STEPS,
+            "update_calls": counter.updates // STEPS,
+            "cpu_seconds": seconds[0],
+            "thread_seconds": seconds[1],
             "losses": losses,
         }
 
@@ -308,11 +352,18 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    print(f"{'variant':15} {'Python calls':>13} {'of memory':>10} {'torch calls':>12} {'CPU s/step':>11}")
+    print("Calls and processor time per step. In parentheses: relative to FSDP2 in memory.")
+    columns = "python_calls", "torch_calls", "sharding_calls", "update_calls", "cpu_seconds", "thread_seconds"
+    print(f"{'variant':20}", *(f"{name.replace('_', ' '):>16}" for name in columns))
     for variant, row in found.items():
         base = found.get(reference(variant))
-        ratio = f"{row['python_calls'] / base['python_calls']:.2f}x" if base else ""
-        print(f"{variant:15} {row['python_calls']:13,} {ratio:>10} {row['torch_calls']:12,} {row['cpu_seconds']:11.3f}")
+        print(f"{variant:20}", *(f"{_cell(row[name], base and base[name]):>16}" for name in columns))
+
+
+def _cell(value: float, base: float | None) -> str:
+    """Return a figure, and its ratio to the figure of FSDP2 in memory."""
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+    return f"{text} ({value / base:.2f}x)" if base else text
 
 
 if __name__ == "__main__":

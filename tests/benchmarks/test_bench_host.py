@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from bench_host import LIMITS, ROOT, reference
+from bench_host import LIMITS, ROOT, SHARDING_LIMITS, reference
 
 from infinity.estimate.estimate import ACCESS_CALLS, GPU_RESIDENT_CALLS, MODULE_CALLS, PAGE_CALLS, PASS_CALLS
 
@@ -28,3 +28,9 @@ def test_a_step_calls_few_python_functions() -> None:
         planned = 4 * layers * PASS_CALLS + 9 * MODULE_CALLS + gpu_resident * GPU_RESIDENT_CALLS
         planned += row["accesses"] * ACCESS_CALLS + row["pages"] * PAGE_CALLS
         assert 0.9 * planned < row["python_calls"] < most * planned, variant
+    for variant, sharding_calls in SHARDING_LIMITS.items():
+        row = found[variant]
+        assert 0 < row["sharding_calls"] <= sharding_calls, variant
+        assert row["sharding_calls"] + row["update_calls"] < row["python_calls"], variant
+    assert found["device_split"]["losses"] == found["memory"]["losses"]  # "8bit" rounds the moments
+    assert found["device_8bit"]["losses"] != found["memory"]["losses"]
