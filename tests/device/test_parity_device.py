@@ -58,6 +58,12 @@ def test_paging_changes_no_bit_on_two_ranks(
     assert pair.run(compare_on_device, kind, recipe, paging, str(tmp_path)) == [[], []]
 
 
+def test_compiled_layers_change_no_bit(tmp_path: Path) -> None:
+    """The layers are compiled, and training in memory compiles them in the same way."""
+    paging = PAGINGS["least-auto-prefetched"]
+    assert compare_on_device("late-updates", RECIPES["compiled"], paging, str(tmp_path)) == []
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of an uninterrupted run."""

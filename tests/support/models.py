@@ -202,6 +202,7 @@ def build(
     meta: bool = False,
     seed: int = 0,
     reshard: bool = True,
+    compiled: bool = False,
     device: str = "cpu",
 ) -> nn.Module:
     """Return a sharded model. The same arguments give the same values on any device."""
@@ -216,6 +217,10 @@ def build(
                 block.checkpointed = True
         else:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        torch.compiler.reset()  # type: ignore[no-untyped-call]  # otherwise, earlier models count as recompilations
+        for layer in layers_of(model):
+            layer.compile(backend="aot_eager")  # requires no compiler
     return shard(model if meta else model.to(device), policy, reshard=reshard, device=device)
 
 

@@ -90,6 +90,8 @@ class Recipe:
     slices: int = 0
     loss_tokens: int = 0
     checkpointing: bool = False
+    compiled: bool = False
+    """Whether layers are compiled."""
     groups: bool = False
     evaluate: bool = False
     edit: bool = False
@@ -136,6 +138,8 @@ class Outcome:
     gpu_resident: int = 0
     """Number of GPU-resident FSDP modules, of `fsdp_modules`."""
     fsdp_modules: int = 0
+    graphs: int = 0
+    """Number of compiled graphs."""
 
 
 def build(recipe: Recipe) -> nn.Module:
@@ -148,6 +152,7 @@ def build(recipe: Recipe) -> nn.Module:
         policy=recipe.policy,
         checkpointing=recipe.checkpointing,
         reshard=recipe.reshard,
+        compiled=recipe.compiled,
         device=recipe.device,
     )
     if recipe.slices:
@@ -307,6 +312,11 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
     return found
 
 
+def _graphs(recipe: Recipe) -> int:
+    """Return the number of graphs that this process has compiled; 0 for recipes without compiled layers."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) if recipe.compiled else 0
+
+
 @functools.cache
 def in_memory(recipe: Recipe) -> Outcome:
     """Train a recipe with plain FSDP2."""
@@ -321,8 +331,10 @@ def in_memory(recipe: Recipe) -> Outcome:
 def paged(recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
     """Train a recipe offloaded."""
     outcome = Outcome()
+    graphs = _graphs(recipe)
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, outcome)
+        outcome.graphs = _graphs(recipe) - graphs
         outcome.state = state_on_nvme(model, optimizer)
         outcome.update_schedule = optimizer.update_schedule
         outcome.moved = optimizer.records[-1].read_bytes
@@ -480,6 +492,8 @@ def _vacuous_comparisons(recipe: Recipe, paging: Paging, found: Outcome) -> list
     if found.update_schedule != wanted:
         listed.append(f"updates ran {found.update_schedule}, not {wanted}")
     gpu_resident = "all" if found.gpu_resident == found.fsdp_modules else "some" if found.gpu_resident else "none"
+    if recipe.compiled and not found.graphs:
+        listed.append("no layer was compiled")
     if paging.gpu_resident_pages not in ("", gpu_resident):
         listed.append(f"{found.gpu_resident} of {found.fsdp_modules} FSDP modules were GPU-resident")
     # If some FSDP modules are GPU-resident, the others may fit into the host cache.

@@ -357,6 +357,11 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._simulation = simulation
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that `torch.compile` may be used in this mode, which tracks the operations of compiled graphs."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -30,6 +30,7 @@ RECIPES = {
     "tied": Recipe(model="tied", steps=4),
     "pure-bf16": Recipe(steps=4, policy="pure_bf16"),
     "groups": Recipe(model="toy", steps=4, groups=True),
+    "compiled": Recipe(model="toy", steps=4, compiled=True),
 }
 PAGINGS = {
     "least-auto": Paging(host_cache="least"),
