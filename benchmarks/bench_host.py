@@ -62,15 +62,11 @@ LIMITS = {
 """By variant: maximum Python calls per step, and maximum calls into torch relative to FSDP2 in memory. They are about
 5 % above the counts, because a thread that waits on a slow machine checks for failures more often.
 """
-<<<<<<< HEAD
-VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", "device_nvme", *LIMITS)
-=======
 SHARDING_LIMITS = {"device_split": 24_000, "device_8bit": 24_000}
 """By variant: maximum `sharding_calls`, about 5 % above the counts, which are 2.3 times the 9,735 calls of FSDP2 in
 memory. The calls of updates are not limited.
 """
-VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", *LIMITS, *SHARDING_LIMITS)
->>>>>>> e0ba15a2 (bench-host counts the calls of split and 8bit, whose updates run on the CPU)
+VARIANTS = ("memory", "memory_clip", "memory_2_ranks", "memory_clip_2_ranks", "device_nvme", *LIMITS, *SHARDING_LIMITS)
 ROOT = Path(__file__).parents[1]
 SHARDING = tuple(str(Path(module.__file__).parent) for module in (_fully_shard, infinity))
 """Folders of the code of FSDP2 and infinity."""

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from support import models
+from support.collectives import collectives_with_one_rank
 from support.device.tables import (
     ACTIVATION_RECIPES,
     ACTIVATIONS,
+    COLLECTIVE_PAGINGS,
+    COLLECTIVE_RECIPES,
     GPU_RESIDENT_PAGES,
     LARGE,
     LARGE_PAGINGS,
@@ -21,7 +24,18 @@ from support.device.tables import (
     SOME,
 )
 from support.tables import variants
-from support.train import Outcome, Paging, Recipe, compare, differences, in_memory, offloaded, reproducible, train
+from support.train import (
+    Outcome,
+    Paging,
+    Recipe,
+    compare,
+    differences,
+    in_memory,
+    offloaded,
+    paged,
+    reproducible,
+    train,
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,3 +114,20 @@ def test_cuda_graphs_can_be_captured_while_pages_are_copied(tmp_path: Path) -> N
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     """Losses, norms, parameters and moments equal those in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "paging"),
+    [
+        *on_a_gpu(COLLECTIVE_RECIPES, COLLECTIVE_PAGINGS, "cpu", "cuda"),
+        *on_a_gpu({"large": LARGE}, LARGE_PAGINGS, "cuda"),
+    ],
+)
+def test_nccl_with_one_rank_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """NCCL gathers and reduces on FSDP2's streams, as with several GPUs. The reference uses NCCL, too."""
+    with reproducible(), collectives_with_one_rank() as found:
+        expected = in_memory.__wrapped__(recipe)
+        before = dict(found)
+        assert differences(expected, paged(recipe, paging, tmp_path)) == []
+    assert before.keys() == {("DefaultAllGather", "nccl"), ("DefaultReduceScatter", "nccl")}
+    assert found == {name: 2 * number for name, number in before.items()}

@@ -63,6 +63,12 @@ GPU_RESIDENT_PAGES = {
     ),
 }
 """Pagings with GPU-resident FSDP modules and updates on the device."""
+COLLECTIVE_RECIPES = {name: RECIPES[name] for name in ("plain", "clip", "accumulate-clip-fp32", "no-reshard")}
+COLLECTIVE_PAGINGS = {
+    name: (PAGINGS | GPU_RESIDENT_PAGES)[name]
+    for name in ("least-auto-prefetched", "least-forward-kept", "middle-forward", "some-auto")
+}
+"""Recipes and pagings for tests of collectives in a process group with one rank."""
 MANY = Recipe(model="toy", steps=4, sequences=44)
 """The activations of each layer occupy two or three pages."""
 ACTIVATION_RECIPES = {
