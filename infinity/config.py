@@ -189,9 +189,9 @@ MOST_NAME: Final = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Random seed, resuming, and retention and copies of checkpoints. If the number of ranks, the page size or the
-    paths differ from the checkpoint, resuming creates a new run that starts from the checkpoint. This requires access
-    to all files of the old run.
+    """Random seed, resuming, retention and copies of checkpoints, and detection of failed nodes. If the number of ranks,
+    the page size or the paths differ from the checkpoint, resuming creates a new run that starts from the checkpoint.
+    This requires access to all files of the old run.
     """
 
     seed: int = setting(0, "Random seed for initializing models that were created on the meta device.")
@@ -226,6 +226,13 @@ class RunConfig:
     )
     mirror_rate: int = setting(
         0, "Maximum number of bytes per second that each rank copies to `mirror`. 0: no limit.", size=True
+    )
+    heartbeat_timeout_seconds: int = setting(
+        15,
+        "Time after which the run fails because a node does not respond: its host is down, its link is cut, or its "
+        "process is stopped. Shorter pauses are tolerated. Ignored if all ranks are on one node.",
+        minimum=5,
+        maximum=10**6,
     )
     name: str = setting(
         "",

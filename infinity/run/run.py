@@ -106,7 +106,7 @@ class Run:
         self.freed = FreedMemory()
         """Limits the amount of freed memory that the C library retains."""
         self.undo.push(self.freed.close)
-        self.peers = Peers(ranks)
+        self.peers = Peers(ranks, settings.run.heartbeat_timeout_seconds)
         """The other ranks. A failure on one rank ends the run on all ranks."""
         try:
             ranks.together("opening the run", partial(self._open, budget))

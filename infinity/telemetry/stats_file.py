@@ -295,10 +295,23 @@ def has_exited(pid: int, started: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, for example by SIGSTOP, Ctrl-Z or a debugger."""
+    try:
+        return _inspected(pid)[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
 def _inspected_start(pid: int) -> int:
-    # The name in parentheses may contain spaces and parentheses.
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    fields = _inspected(pid)
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _inspected(pid: int) -> list[bytes]:
+    """Return the fields of `/proc/PID/stat`, beginning with the state."""
+    # The name in parentheses may contain spaces and parentheses.
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def pid_namespace() -> int:

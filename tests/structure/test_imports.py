@@ -14,8 +14,9 @@ from support.modules import MODULES, ROOT, imported, modules
 ORDER = (
     "errors", "untrusted_files", "deadline", "cleanup", "interrupts", "processor", "referrers", "units", "torchrun",
     "optional_dependencies", "schema", "config_fields", "config", "cli_errors", "hugepages", "heap", "torch_private",
-    "ranks", "daemon_client", "io", "content", "memory", "telemetry", "peer_failures", "store", "schedule", "budget",
-    "checkpoint", "fsdp", "optim", "formats", "accumulation", "estimate", "sources", "models", "run", "integrations",
+    "ranks", "daemon_client", "io", "content", "memory", "telemetry", "heartbeats", "peer_failures", "store",
+    "schedule", "budget", "checkpoint", "fsdp", "optim", "formats", "accumulation", "estimate", "sources", "models",
+    "run", "integrations",
 )  # fmt: skip
 """Packages and top-level modules of `infinity`, lowest first: each one imports only those listed before it."""
 NO_TORCH = (

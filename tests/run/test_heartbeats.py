@@ -1,0 +1,163 @@
+"""Tests of `Silence` with a fake clock, and of `StoreAccess` with a store that blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from infinity.heartbeats import _ATTEMPTS, Silence, StoreAccess
+
+LIMIT = 15.0
+
+
+class Clock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def look(silence: Silence[str], clock: Clock, looks: int, *, every: float = 1.0, alive: str = "") -> None:
+    """Look a number of times, with a sign of life of `alive` at each."""
+    for _ in range(looks):
+        clock.now += every
+        silence.look()
+        if alive:
+            silence.saw(alive, int(clock.now * 10))
+
+
+def test_silent_process_is_given_up_after_the_limit() -> None:
+    silence: Silence[str] = Silence(LIMIT, clock := Clock())
+    silence.saw("a", 1)
+    silence.saw("b", 1)
+    look(silence, clock, 15, alive="b")
+    assert [silence.given_up(key) for key in ("a", "b", "unknown")] == [0, 0, 0]
+    look(silence, clock, 1, alive="b")
+    assert [silence.given_up(key) for key in ("a", "b", "unknown")] == [16, 0, 0]
+
+
+def test_sign_of_life_must_increase() -> None:
+    """An access that was pending for long returns an old sign of life."""
+    silence: Silence[str] = Silence(LIMIT, clock := Clock())
+    silence.saw("a", 7)
+    look(silence, clock, 10)
+    silence.saw("a", 7)
+    silence.saw("a", 5)
+    look(silence, clock, 10)
+    assert silence.given_up("a") == 20
+    silence.saw("a", 8)
+    assert not silence.given_up("a")
+
+
+@pytest.mark.parametrize(("every", "looks"), [(0.5, 32), (4.0, 4)])
+def test_slow_looks_count(every: float, looks: int) -> None:
+    silence: Silence[str] = Silence(LIMIT, clock := Clock())
+    silence.saw("a", 1)
+    look(silence, clock, looks, every=every)
+    assert silence.given_up("a") == 16
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    silence: Silence[str] = Silence(LIMIT, clock := Clock())
+    silence.saw("a", 1)
+    look(silence, clock, 10)
+    look(silence, clock, 1, every=3600)
+    assert not silence.given_up("a")
+    look(silence, clock, 5)
+    assert silence.given_up("a")
+
+
+def test_forgotten_process_is_not_given_up() -> None:
+    silence: Silence[str] = Silence(LIMIT, clock := Clock())
+    silence.saw("a", 1)
+    silence.forget("a")
+    look(silence, clock, 100)
+    assert not silence.given_up("a")
+
+
+class Store:
+    """A store whose clones share its state. Accesses through `Store.access` block until `open` is set."""
+
+    def __init__(self) -> None:
+        self.clones = 0
+        self.open = threading.Event()
+        self.begun = threading.Semaphore(0)
+
+    def clone(self) -> Store:
+        self.clones += 1
+        return self
+
+    def access(self, value: str) -> Callable[[Any], str]:
+        """Return an access that returns `value`."""
+
+        def access(store: Store) -> str:
+            store.begun.release()
+            store.open.wait()
+            return value
+
+        return access
+
+
+@pytest.fixture
+def store() -> Any:
+    """A store that no thread waits for after the test."""
+    store = Store()
+    yield store
+    store.open.set()
+
+
+def test_accesses_reuse_a_connection(store: Store) -> None:
+    access: StoreAccess[str] = StoreAccess(store, 3.0, Clock())
+    store.open.set()
+    assert [access.run(store.access(value), 900) for value in "abc"] == ["a", "b", "c"]
+    assert store.clones == 1
+    access.close()
+
+
+def test_blocked_access_is_repeated_on_a_new_connection(store: Store) -> None:
+    access: StoreAccess[str] = StoreAccess(store, 3.0, clock := Clock())
+    begun = 0
+    for second in range(100):
+        assert access.run(store.access(str(second)), 0) is None
+        expected = min(second // 4 + 1, _ATTEMPTS)  # one access every four seconds, because 3 s do not exceed 3 s
+        while begun < expected:
+            assert store.begun.acquire(timeout=900)
+            begun += 1
+        clock.now += 1
+    assert not store.begun.acquire(timeout=0)
+    assert store.clones == _ATTEMPTS
+    store.open.set()
+    # All attempts end; afterwards, one of their threads serves the next accesses.
+    while access.run(store.access("after"), 900) != "after":
+        pass
+    assert store.clones <= _ATTEMPTS + 1
+    access.close()
+
+
+def test_lost_connection_is_reported_only_if_no_other_is_pending(store: Store) -> None:
+    def lost(_: Any) -> str:
+        gone.wait()
+        raise RuntimeError("closed")
+
+    gone = threading.Event()
+    access: StoreAccess[str] = StoreAccess(store, 3.0, clock := Clock())
+    assert access.run(lost, 0) is None
+    clock.now += 4
+    assert access.run(store.access("new"), 0) is None
+    assert store.begun.acquire(timeout=900)
+    gone.set()
+    while access._pending > 1:
+        time.sleep(0.01)
+    store.open.set()
+    clock.now = 0.0  # start no further access
+    assert access.run(store.access("unused"), 900) == "new"
+    with pytest.raises(RuntimeError, match="closed"):
+        access.run(lost, 900)
+    access.close()
