@@ -189,9 +189,9 @@ MOST_NAME: Final = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Random seed, resuming, retention and copies of checkpoints, and detection of failed nodes. If the number of ranks,
-    the page size or the paths differ from the checkpoint, resuming creates a new run that starts from the checkpoint.
-    This requires access to all files of the old run.
+    """Random seed, resuming, retention and copies of checkpoints, and detection of failed nodes. If the number of
+    ranks, the page size or the paths differ from the checkpoint, resuming creates a new run that starts from the
+    checkpoint. This requires access to all files of the old run.
     """
 
     seed: int = setting(0, "Random seed for initializing models that were created on the meta device.")
