@@ -26,7 +26,11 @@ and medians of the differences and ratios by round:
 
 The exit status is 2 without a GPU, unless `--device cpu` is given to try the benchmark.
 
+Under torchrun, each variant has one process per rank, with its own GPU and its own batch. The results are those of
+rank 0, per rank: tokens, operations and bytes are not summed over the ranks.
+
     python benchmarks/bench_gpu.py --nvme DIR [--model llama-1b --layers 16] [--tokens 16384 --cap-fraction 0.1]
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_gpu.py --nvme DIR
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -137,7 +142,7 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
 def settings_of(options: argparse.Namespace, variant: str, parameters: int, device_bytes: int) -> dict[str, Any]:
     """Return the settings that determine the plan of a variant."""
     # State, gradients, and padding of pages.
-    host_cache = 20 * parameters + (1 << 30) if variant == "infinity_host" else options.host_memory
+    host_cache = 20 * parameters // options.ranks + (1 << 30) if variant == "infinity_host" else options.host_memory
     return {
         "memory": {"host_bytes": host_cache, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
         "update": {"schedule": options.update, "cores": options.update_cores, "device": options.update_device},
@@ -185,10 +190,13 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
         if options.threads:
             torch.set_num_threads(options.threads)
         return {"name": "this processor", "memory_bytes": 0, "cap_bytes": 0}, 0
-    properties = torch.cuda.get_device_properties(0)
+    index = options.local_rank
+    if index:
+        torch.cuda.set_device(index)
+    properties = torch.cuda.get_device_properties(index)
     cap = int(options.cap_fraction * properties.total_memory)
     if variant not in RESIDENT:
-        torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
+        torch.cuda.set_per_process_memory_fraction(options.cap_fraction, index)
     facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
     # Free memory of the device does not reflect the cap of the process.
     return facts, options.device_bytes or cap // 4
@@ -218,6 +226,8 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
     from infinity_tools.plan.shapes import shape_of
 
     device, device_bytes = prepare(options, variant)
+    if options.ranks > 1:
+        connect(options, variant)
     if variant == "fsdp_memory":
         device["link"] = link_speed(torch.device(options.device))
     model, optimizer = build(options, variant, folder, device_bytes)
@@ -241,6 +251,22 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
     pipe.send(found)
 
 
+def connect(options: argparse.Namespace, variant: str) -> None:
+    """Join the process group of a variant. Without it, all variants would use the same keys of torchrun's store."""
+    import torch.distributed as dist
+
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+    store = dist.PrefixStore(variant, store_of_launcher())
+    dist.init_process_group(backend, store=store, rank=options.rank, world_size=options.ranks)
+
+
+def store_of_launcher() -> Any:
+    """Return the key-value store that torchrun provides for its ranks."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def turn(
     options: argparse.Namespace, variant: str, model: Any, optimizer: Any, number: int, count: int
 ) -> dict[str, Any]:
@@ -250,7 +276,7 @@ def turn(
     losses, began, before = [], 0.0, {}
     vocabulary = min(256, model.config.vocab_size)  # byte-sized tokens
     for step in range(count):
-        torch.manual_seed(number + step)
+        torch.manual_seed((number + step) * options.ranks + options.rank)
         tokens = torch.randint(0, vocabulary, (options.tokens // options.seq, options.seq)).to(options.device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -334,6 +360,7 @@ def planned(
         device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
         update_seconds=update_seconds,
         update_cores=cores,
+        ranks_per_node=options.ranks,
         hash_rate=HASH_RATE if device["link"] else 0.0,
         call_seconds=CALL_SECONDS if device["link"] else 0.0,
     )
@@ -343,7 +370,7 @@ def planned(
     loads, step = found.seconds.loads, found.seconds.step
 
     def without(*names: str) -> float:
-        return found.step_seconds(options.tokens, *names)
+        return found.step_seconds(options.tokens * options.ranks, *names)
 
     crossing = found.link_traffic
     link = (crossing.to_device, crossing.from_device) if device["link"] else (None, None)
@@ -369,7 +396,12 @@ def workload(options: argparse.Namespace) -> Any:
     """Return the workload in the terms of infinity/estimate."""
     from infinity.estimate.estimate import Workload
 
-    return Workload(batch_tokens=options.tokens, sequence=options.seq, checkpointing=True)
+    return Workload(
+        batch_tokens=options.tokens * options.ranks,
+        sequence=options.seq,
+        world_size=options.ranks,
+        checkpointing=True,
+    )
 
 
 class Variants:
@@ -381,7 +413,7 @@ class Variants:
         self._processes = []  # in the order of the variants
         for variant in options.variants:
             ours, theirs = context.Pipe()
-            (home := folder / variant).mkdir()
+            (home := folder / variant).mkdir(exist_ok=True)  # all ranks share it
             process = context.Process(target=worker, args=(theirs, variant, options, str(home)), daemon=True)
             process.start()
             theirs.close()
@@ -410,7 +442,7 @@ class Variants:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all variants in turn and return the figures."""
+    """Run all variants in turn and return the figures. Ranks other than the first only return the losses."""
     from rich.progress import Progress
 
     from infinity.config import TelemetryConfig, runtime_dir
@@ -418,9 +450,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     bandwidth = options.nvme_bandwidth
     runtime = runtime_dir(TelemetryConfig())
-    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0, runtime)[0]
+    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth or options.rank else drives_at([folder], 0, runtime)[0]
     variants = Variants(options, folder)
-    with Progress(transient=True, disable=options.json) as progress:
+    with Progress(transient=True, disable=options.json or options.rank > 0) as progress:
         task = progress.add_task("building models", total=(2 + options.rounds) * len(options.variants))
 
         def each(what: str, do: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -439,7 +471,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ]
     last = {variant: variants.ask(variant, 0) for variant in options.variants}
     variants.join()
-    return figures(options, facts, [first, *rounds], last, drives)
+    turns = [first, *rounds]
+    return (
+        {"losses": losses_of(options, facts, turns)} if options.rank else figures(options, facts, turns, last, drives)
+    )
 
 
 def figures(
@@ -507,15 +542,22 @@ def figures(
                     },
                 },
             }  # fmt: skip
-    losses = {variant: [loss for row in turns for loss in row[variant]["losses"]] for variant in options.variants}
     return {
         "device": facts["fsdp_memory"]["device"],
         "model": {"parameters": shape.parameters, "layers": len(shape.layers), "hidden": shape.hidden},
         "flops_per_step": flops,
         "drives": asdict(drives),
         "variants": found,
-        "losses": compared(losses, {variant: facts[variant]["update_device"] for variant in losses}) | {"all": losses},
+        "losses": losses_of(options, facts, turns),
     }
+
+
+def losses_of(
+    options: argparse.Namespace, facts: dict[str, dict[str, Any]], turns: list[dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return all losses of this rank, and their comparison."""
+    losses = {variant: [loss for row in turns for loss in row[variant]["losses"]] for variant in options.variants}
+    return compared(losses, {variant: facts[variant]["update_device"] for variant in losses}) | {"all": losses}
 
 
 def compared(losses: Mapping[str, list[float]], devices: Mapping[str, str]) -> dict[str, Any]:
@@ -652,22 +694,46 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     check(options, parser)
-    left_out = ("nvme", "out", "json")
+    left_out = ("nvme", "out", "json", "rank", "local_rank")
     result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine()}
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme) as folder:
-        result |= measure(options, Path(folder))
-    publish(result, options, draw, show)
+    with shared_folder(options) as folder:
+        result |= measure(options, folder)
+    if not options.rank:
+        publish(result, options, draw, show)
     sys.exit(not all(row["equal"] for row in result["losses"]["by_update_device"].values()))
+
+
+@contextmanager
+def shared_folder(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield a temporary folder, which rank 0 creates, and removes when all ranks have ended."""
+    if options.ranks == 1:
+        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme) as folder:
+            yield Path(folder)
+        return
+    store = store_of_launcher()
+    if options.rank:
+        yield Path(store.get("folder").decode())
+        store.set(f"ended{options.rank}", "")
+        return
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme.resolve()) as folder:
+        store.set("folder", folder)
+        yield Path(folder)
+        store.wait([f"ended{rank}" for rank in range(1, options.ranks)])
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Validate options and parse sizes; exit with one line and status 2 if an option is invalid."""
+    from infinity import torchrun
     from infinity.errors import ConfigError
     from infinity.units import parse_size
 
     options.variants = options.variants.split(",")
     options.seq = min(options.seq, options.tokens)
     try:
+        options.ranks = torchrun.number("WORLD_SIZE", 1) if torchrun.launched() else 1
+        options.rank, options.local_rank = (
+            torchrun.number(name, 0) if options.ranks > 1 else 0 for name in ("RANK", "LOCAL_RANK")
+        )
         for name in ("device_bytes", "host_memory", "page_bytes"):
             text = getattr(options, name)
             setattr(options, name, 0 if text == "0" else parse_size(text, name=f"--{name.replace('_', '-')}"))
@@ -691,6 +757,8 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
         if not torch.cuda.is_available():
             problem = f"torch {torch.__version__} sees no GPU. Pass --device cpu to try the benchmark without one."
+        elif options.local_rank >= torch.cuda.device_count():
+            problem = f"no GPU is left for local rank {options.local_rank}: start at most one rank per GPU"
     if problem is not None:
         parser.exit(2, f"bench_gpu: {problem}\n")
 

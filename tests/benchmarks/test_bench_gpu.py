@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -104,6 +105,33 @@ def test_measured_bytes_and_seconds_match_the_plan(results: dict[str, Any]) -> N
         assert between["planned"] >= 0
 
 
+@pytest.mark.wide
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    """Each rank compares its own losses, and the first one prints the figures."""
+    launcher = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    tiny = [*map(str, TINY)]
+    tiny[tiny.index("1536KiB")] = "832KiB"
+    command = [
+        *launcher,
+        bench_gpu.__file__,
+        *tiny,
+        "--nvme",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "gpu.json"),
+        "--json",
+    ]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["config"]["ranks"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.png"]
+    (row,) = found["losses"]["by_update_device"].values()
+    assert row["equal"]
+    nvme = found["variants"]["infinity_nvme"]
+    assert nvme["bytes"]["read"]["planned_before"] == nvme["bytes"]["read"]["planned"] > 0
+    assert nvme["bytes"]["read"]["measured"] > 0
+    assert nvme["exposed"]["by_resource"]["collectives"]["ledger"] > 0
+
+
 def test_invalid_runs_are_rejected_in_one_line() -> None:
     """A missing GPU and an invalid batch size are reported with status 2."""
     for options, message in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
@@ -129,7 +157,7 @@ def test_all_variants_except_fsdp_memory_are_capped(variant: str, monkeypatch: p
     device = SimpleNamespace(name="a GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap))
-    options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0)
+    options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0, local_rank=0)
     facts, prefetched = bench_gpu.prepare(options, variant)
     assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
     assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
@@ -141,7 +169,14 @@ def test_the_plan_for_a_gpu_covers_all_resources(updates: str) -> None:
     """Pages that are updated on the GPU cross the link in both directions."""
     shape = decoder(parameters=1e9, layers=20, hidden=2048, vocabulary=256)
     options = SimpleNamespace(
-        tokens=8192, seq=2048, host_memory=2 << 30, page_bytes=0, update="auto", update_cores=-1, update_device=updates
+        tokens=8192,
+        seq=2048,
+        host_memory=2 << 30,
+        page_bytes=0,
+        update="auto",
+        update_cores=-1,
+        update_device=updates,
+        ranks=1,
     )
     device = {"name": "a GPU", "cap_bytes": 4 << 30, "link": 55e9}
     facts = {
