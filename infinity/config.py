@@ -190,8 +190,8 @@ MOST_NAME: Final = 200
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Random seed, resuming, retention and copies of checkpoints, and detection of failed nodes. If the number of
-    ranks, the page size or the paths differ from the checkpoint, resuming creates a new run that starts from the
-    checkpoint. This requires access to all files of the old run.
+    ranks, the hosts of the ranks, the page size or the paths differ from the checkpoint, resuming creates a new run
+    that starts from the checkpoint. Ranks read the files on other nodes through the process group.
     """
 
     seed: int = setting(0, "Random seed for initializing models that were created on the meta device.")
@@ -210,6 +210,12 @@ class RunConfig:
     resume_step: int = setting(
         -1,
         "Step of the checkpoint to resume from. -1: the newest checkpoint. Checkpoints of later steps are removed.",
+        minimum=-1,
+    )
+    resume_replica: int = setting(
+        -1,
+        "Replica to resume from, if replicas hold different values and the state must be copied. Replica n consists of "
+        "the n-th rank that holds each slice. -1: any replica; an error if they differ.",
         minimum=-1,
     )
     retained_checkpoints: int = setting(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from infinity.errors import ConfigError
 
@@ -34,6 +36,36 @@ def variables(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def several_nodes(nodes: int, ranks_per_node: int) -> tuple[list[str], str]:
+    """Return the torchrun command that starts ranks on the same nodes again, without the script, and a shell comment.
+
+    The options are taken from the torchrun that started this process. With another launcher, node ranks are fixed, and
+    the first node is the one at MASTER_ADDR.
+    """
+    options = _options_of_parent()
+    if not options:
+        address, port = os.environ.get("MASTER_ADDR", "HOST"), os.environ.get("MASTER_PORT", "29500")
+        options = ["--nnodes", str(nodes), "--node-rank", "0", "--master-addr", address, "--master-port", port]
+        options += ["--nproc-per-node", str(ranks_per_node)]
+    dynamic = any(word.replace("_", "-").startswith(("--rdzv-backend", "--rdzv-endpoint")) for word in options)
+    own = "" if dynamic else ", with its own --node-rank"
+    return ["torchrun", *options], f"# on each of {nodes} nodes{own}"
+
+
+def _options_of_parent() -> list[str]:
+    """Return the options of torchrun if it is the parent of this process, and otherwise an empty list."""
+    with suppress(OSError):
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
+        for start, word in enumerate(words[:4]):
+            if os.path.basename(word) == "torchrun" or word == "torch.distributed.run":
+                from torch.distributed.run import get_args_parser
+
+                given = get_args_parser().parse_args(words[start + 1 :])
+                options = words[start + 1 : len(words) - 1 - len(given.training_script_args)]
+                return [word for word in options if word not in ("-m", "--module")]
+    return []
 
 
 def check_slurm(nproc: int | None) -> None:

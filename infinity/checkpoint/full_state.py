@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,11 @@ class FullState(ABC):
     @abstractmethod
     def folder(self) -> RunFolder:
         """Folders of the run."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folder with the files for exports (see `infinity.formats.companions`)."""
+        return self.folder.checkpoints
 
     @property
     @abstractmethod
@@ -53,23 +59,23 @@ class FullState(ABC):
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
 
-def owners_of(specs: list[TensorSpec], run_id: str) -> dict[int, int]:
+def owners_of(specs: Mapping[int, TensorSpec], run_id: str) -> dict[int, int]:
     """Return the rank from which to read each slice of a parameter, by slice index.
 
     Args:
-        specs: Description of the parameter from each rank.
+        specs: Description of the parameter from each rank, by rank.
         run_id: Run id, for error messages.
 
     Raises:
         CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
     """
-    spec = specs[0]
+    spec = next(iter(specs.values()))
     if spec.tensor_parallel:
         raise CheckpointError(
             f"{spec.names[0]} of run {run_id} is tensor-parallel, which is not supported when reading full parameters"
         )
     owners: dict[int, int] = {}
-    for rank, other in enumerate(specs):
+    for rank, other in specs.items():
         owners.setdefault(other.shard_rank, rank)
     if len(owners) != spec.shard_size:
         raise CheckpointError(

@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -34,6 +33,7 @@ import xxhash
 from infinity import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.parts import Part
 from infinity.checkpoint.values import load_values, save_extra, save_settings
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Layout
@@ -44,7 +44,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import Version
 from infinity.untrusted_files import read_regular
 
-FORMAT = 2
+FORMAT = 3
 _MOST = 1 << 30  # maximum bytes of a manifest, which uses about 100 per page; larger files are not read into memory
 _MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.([0-9a-f]{24})\.json", re.ASCII)
@@ -56,12 +56,18 @@ _PAGE = row(
     integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
     _CHECKSUM,
 )
+_PART = row(text(r"[!-~]{1,255}"), _CHECKSUM, _CHECKSUM)
 
 
 def _version(value: Any) -> Version:
     """Parse [path, offset, length, checksum], the location and checksum of a page version."""
     *place, digest = _PAGE(value)
     return Version(Extent(*place), int(digest, 16))
+
+
+def _part(value: Any) -> Part:
+    """Parse [host, slices, content], the part of one rank."""
+    return Part(*_PART(value))
 
 
 _ENVELOPE = record(checksum=_CHECKSUM, body=text())
@@ -88,6 +94,7 @@ _BODY = record(
     extra=table(text(), schema.anything),
     own=table(text(), schema.anything),
     updated_on=text(r"[a-z]{1,40}"),
+    parts=sequence(_part),
 )
 
 
@@ -162,6 +169,7 @@ class Manifest:
         extra: User data.
         own: Persistent attributes of the optimizer object, such as counters.
         updated_on: Type of the device that ran updates, e.g. ``cpu``. A different type would produce different bits.
+        parts: Host, slices and content of all ranks, by rank.
     """
 
     run_id: str
@@ -179,6 +187,7 @@ class Manifest:
     random: dict[str, Any]
     state_checksum: str
     extra: dict[str, Any]
+    parts: Sequence[Part]
     own: dict[str, Any] = field(default_factory=dict)
     updated_on: str = "cpu"
 
@@ -254,32 +263,7 @@ def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
     ]
 
 
-def complete_checkpoints(published: Iterable[Published]) -> list[CheckpointName]:
-    """Return the checkpoints that all of their ranks have published, in order."""
-    ranks = Counter(name.checkpoint for name in set(published))
-    return sorted(checkpoint for checkpoint, number in ranks.items() if number == checkpoint.world_size)
-
-
-def choose_checkpoint(run_id: str, checkpoints: Sequence[CheckpointName], step: int) -> CheckpointName:
-    """Return the newest checkpoint, or the newest checkpoint of a step.
-
-    Args:
-        run_id: Run id, used in the error message.
-        checkpoints: Complete checkpoints, in order.
-        step: Step of the checkpoint, or -1 for any step.
-
-    Raises:
-        CheckpointError: if there is no such checkpoint. The message lists the steps that have one.
-    """
-    found = [checkpoint for checkpoint in checkpoints if step in (-1, checkpoint.step)]
-    if found:
-        return found[-1]
-    what = f"complete checkpoint of step {step}" if step >= 0 else "complete checkpoint"
-    listed = ", ".join(map(str, sorted({checkpoint.step for checkpoint in checkpoints}))) or "none"
-    raise CheckpointError(f"run {run_id} has no {what} (steps with a complete checkpoint: {listed})")
-
-
-def checksum_of(data: bytes) -> str:
+def checksum_of(data: bytes | bytearray) -> str:
     """Return the checksum that protects manifests and state files."""
     return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
@@ -313,13 +297,17 @@ def read_manifest(file: Path, *, decode: bool = True) -> Manifest:
     Raises:
         CheckpointError: if the manifest cannot be read, is malformed, or does not match its checksum or its name.
     """
+    return decode_manifest(file, content_of(file), decode=decode)
+
+
+def content_of(file: Path) -> bytes:
+    """Return the contents of a manifest without validating them. Raises `CheckpointError`."""
     with using(file):
-        content = read_regular(file, _MOST)
-    return decode_manifest(file, content, decode=decode)
+        return read_regular(file, _MOST)
 
 
-def decode_manifest(file: Path, content: bytes, *, decode: bool = True) -> Manifest:
-    """Return the manifest with the given bytes. See `read_manifest`."""
+def decode_manifest(file: Path, content: bytes | bytearray, *, decode: bool = True) -> Manifest:
+    """Validate the contents of a manifest. See `read_manifest`; `file` is the name of the manifest."""
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
@@ -354,6 +342,8 @@ def _check_names(manifest: Manifest, file: Path) -> None:
             f"its contents belong to rank {manifest.rank} of {manifest.world_size}, step {manifest.step}, checkpoint "
             f"{manifest.identity}"
         )
+    if len(manifest.parts) != manifest.world_size:
+        raise ValueError(f"it lists {len(manifest.parts)} parts for {manifest.world_size} ranks")
     if file.parent.parent.name != manifest.run_id:
         raise ValueError(f"it belongs to run {brief(manifest.run_id)}")
 
@@ -421,7 +411,7 @@ def using(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file} is malformed: {error}") from error
 
 
-def _parse(content: str | bytes) -> Any:
+def _parse(content: str | bytes | bytearray) -> Any:
     return json.loads(content, object_pairs_hook=_unique)
 
 

@@ -30,12 +30,15 @@ from torch import nn
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint import model_state
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.held import HeldCheckpoint, Seen, choose, held, problems, seen_in, usable
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.mirror import MirrorWriter
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
+from infinity.checkpoint.parts import Part, digest_of_content, digest_of_slices, host_name
 from infinity.checkpoint.reserved_space import CheckpointSpace
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -91,6 +94,7 @@ class CheckpointWriter:
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._space, self._updated_on = space, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
+        self._slices = digest_of_slices(described, ranks.rank)
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         """Indices of the checkpointed pages, which are all pages except gradient pages."""
         self._checkpoints = {manifest.step: manifest.name.checkpoint for manifest in found}
@@ -157,10 +161,12 @@ class CheckpointWriter:
         After an error, all ranks still hold a common checkpoint. It is the new one if all ranks had published it when
         this rank was interrupted or lost the others, and otherwise the previous one.
         """
-        self._newest = self._ranks.agree(files.new_identity(self._newest))
+        versions = self._store.versions(self._pages)
+        part = Part(host_name(), self._slices, digest_of_content(versions))
+        everywhere = self._ranks.collect((files.new_identity(self._newest), part))
+        self._newest = everywhere[0][0]
         checkpoint = CheckpointName(step, self._newest, self._ranks.world_size)
         # Kept before any file can refer to them: from now on, no write may reuse their extents.
-        versions = self._store.versions(self._pages)
         self._store.keep(versions)
         self._not_flushed.append(versions)
 
@@ -190,6 +196,7 @@ class CheckpointWriter:
                 extra=extra,
                 own=own,
                 updated_on=self._updated_on,
+                parts=[part for _, part in everywhere],
             )
             # fdatasync before the manifest: a manifest must never refer to a page that a power loss can still destroy.
             self._store.sync()
@@ -282,7 +289,7 @@ class NoCheckpointError(CheckpointError):
     """There is no complete checkpoint to resume from. All ranks raise this error together."""
 
 
-def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
+def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: int = -1) -> str:
     """Return the id of the run to resume. Nodes need not share a file system.
 
     Args:
@@ -290,6 +297,7 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         wanted: A run id; ``latest`` for the newest run with a complete checkpoint; ``auto`` for the same, or for no run
             if the paths contain no run; or an empty string for no run.
         ranks: Ranks of the run.
+        replica: Replica to resume from, or -1 for any.
 
     Returns:
         The run id, or an empty string if no run should be or can be resumed.
@@ -301,82 +309,78 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     if not wanted:
         return ""
 
-    def seen() -> tuple[dict[str, list[files.Published]], list[str], str]:
+    def look() -> tuple[dict[str, Seen], list[str], str]:
         there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # missing paths are created later
         with files.using(Path(paths[0])):
             runs, passed = look_for_runs(there)
             headless = [run.run_id for run in runs if 0 not in run.roots]  # checkpoint folder not on this node
-            found = {run.run_id: files.published_in(run.in_order[0] / "checkpoints") for run in runs}
+            found = {run.run_id: seen_in(RunFolder(run.run_id, run.in_order)) for run in runs}
             return found, headless, passed_over(passed)
 
-    published: dict[str, set[files.Published]] = {}
-    missing: set[str] = set()
-    odd = ""
-    for found, headless, passed in ranks.collect(ranks.together("looking for runs", seen)):
-        odd = odd or passed
-        missing.update(headless)
-        for run_id, names in found.items():
-            published.setdefault(run_id, set()).update(names)
-    checkpointed = sorted(run_id for run_id, names in published.items() if files.complete_checkpoints(names))
+    everywhere = ranks.collect(ranks.together("looking for runs", look))
+    odd = next((passed for *_, passed in everywhere if passed), "")
+    missing = {run_id for _, headless, _ in everywhere for run_id in headless}
+    known = sorted({run_id for found, *_ in everywhere for run_id in found})
+    runs = {run_id: held(found.get(run_id, ([], {})) for found, *_ in everywhere) for run_id in known}
+    checkpointed = [run_id for run_id in known if usable(runs[run_id], replica)]
     if wanted in ("latest", "auto") and checkpointed:
         return checkpointed[-1]
+    reasons = [f"run {run_id}{text}" for run_id in known[-1:] if (text := problems(runs[run_id], replica))]
+    if wanted in runs and wanted not in checkpointed:
+        reasons = [problems(runs[wanted], replica).removeprefix("; ")]
+    detail = "".join(f"; {text}" for text in (*reasons, odd) if text)
     if wanted == "auto":
-        partial = sorted(run_id for run_id, names in published.items() if names or run_id in missing)
+        partial = [run_id for run_id in known if runs[run_id] or run_id in missing]
         if not partial and not odd:
             return ""
         what = f"part of run {', '.join(partial)}" if partial else "a folder that resembles a run"
         raise NoCheckpointError(
             f"found {what} in {', '.join(map(str, paths))}, but no complete checkpoint. Restore the missing paths or "
-            f"remove the incomplete run before starting a new one{'; ' * bool(odd)}{odd}"
+            f"remove the incomplete run before starting a new one{detail}"
         )
     if wanted in checkpointed:
         return wanted
     listed = ", ".join(checkpointed) or "none"
     raise NoCheckpointError(
         f"no checkpoint to resume from for run.resume = {wanted!r} in {', '.join(map(str, paths))} (runs with a "
-        f"complete checkpoint: {listed})"
-        f"{'; ' * bool(odd)}{odd}"
+        f"complete checkpoint: {listed}){detail}"
     )
 
 
-def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[CheckpointName]:
+def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int, replica: int = -1) -> list[HeldCheckpoint]:
     """Return the checkpoints of a run up to the one to resume from, which is last. Each step appears once.
 
-    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint that is not
-    present on all ranks is skipped with a warning.
+    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint of which
+    some slices are not present on any node is skipped with a warning.
 
     Args:
-        folder: Folders of the run.
+        folder: Folders of the run on this node. They may not exist.
         ranks: Ranks of the run.
-        step: Step of the checkpoint to resume from, or -1 for the newest one that all ranks hold.
+        step: Step of the checkpoint to resume from, or -1 for the newest one.
+        replica: Replica to resume from, or -1 for any.
 
     Raises:
         CheckpointError: if there is no such checkpoint.
     """
-    here = files.published_in(folder.checkpoints)
-    published = set[files.Published]().union(*ranks.collect(here))
-    checkpoints = files.complete_checkpoints(published)
-    chosen = files.choose_checkpoint(folder.run_id, checkpoints, step)
-    if ranks.local_rank == 0:
-        for file in files.left_over(folder.checkpoints, here):
+    here = seen_in(folder)
+    everything = held(ranks.collect(here))
+    chosen = choose(folder.run_id, everything, step, replica)
+    if ranks.local_rank == 0 and folder.roots:
+        for file in files.left_over(folder.checkpoints, here[0]):
             _log.warning(
                 "Ignoring %s: it has no manifest, because the checkpoint was interrupted or the manifest was lost", file
             )
+    checkpoints = usable(everything, replica)
     if ranks.rank == 0:
-        for partial in sorted({name.checkpoint for name in published} - set(checkpoints)):
-            number = sum(name.checkpoint == partial for name in published)
-            _log.warning(
-                "Ignoring %s of run %s: published by %d of %d ranks",
-                partial, folder.run_id, number, partial.world_size,
-            )  # fmt: skip
-    return [
-        *{checkpoint.step: checkpoint for checkpoint in checkpoints if checkpoint.step < chosen.step}.values(),
-        chosen,
-    ]
+        for partial in everything:
+            if problem := partial.problem(replica):
+                _log.warning("Ignoring %s of run %s: published by %s", partial.name, folder.run_id, problem)
+    by_step = {checkpoint.name.step: checkpoint for checkpoint in checkpoints}
+    return [*(by_step[step] for step in sorted(by_step) if step < chosen.name.step), chosen]
 
 
 def find_checkpoints(
-    folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, checkpoints: Sequence[CheckpointName]
+    folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, checkpoints: Sequence[HeldCheckpoint]
 ) -> list[Manifest]:
     """Return this rank's manifests of all checkpoints up to the one to resume from, which is last.
 
@@ -391,15 +395,9 @@ def find_checkpoints(
         checkpoints: Return value of `list_checkpoints`.
 
     Raises:
-        CheckpointError: if the last checkpoint is malformed, belongs to a different model or optimizer, or was written
-            by a different number of ranks.
+        CheckpointError: if the last checkpoint is malformed, or belongs to a different model or optimizer.
     """
-    wanted = checkpoints[-1]
-    if wanted.world_size != ranks.world_size:
-        raise CheckpointError(
-            f"run {folder.run_id} was checkpointed with world size {wanted.world_size}, but this run has world size "
-            f"{ranks.world_size}. Start {wanted.world_size} ranks."
-        )
+    wanted = checkpoints[-1].name
 
     def read(checkpoint: CheckpointName) -> Manifest:
         manifest = files.read_manifest(folder.checkpoints / checkpoint.of(ranks.rank).file_name)
@@ -408,7 +406,7 @@ def find_checkpoints(
 
     found = ranks.together(f"reading the {wanted}", lambda: read(wanted))
     older: dict[CheckpointName, Manifest] = {}
-    for earlier in checkpoints[:-1]:
+    for earlier in (checkpoint.name for checkpoint in checkpoints[:-1] if not checkpoint.absent):
         try:
             older[earlier] = read(earlier)
         except CheckpointError as error:
@@ -468,20 +466,20 @@ def check_optimizer(found: Manifest, optimizer: str) -> None:
         )
 
 
-def checkpointed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpointed_buffers(found: Manifest, access: CheckpointFiles, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a model that a checkpoint contains, by name.
 
     Raises:
         CheckpointError: if the state file is missing or corrupt.
     """
-    data = files.read_state_file(folder.checkpoints, found)
-    with files.using(folder.checkpoints / found.state_file):
+    data = access.state_file(found)
+    with files.using(access.state_path(found)):
         return model_state.saved_buffers(data, model, found.description.buffers)
 
 
 def restore(
     found: Manifest,
-    folder: RunFolder,
+    access: CheckpointFiles,
     model: nn.Module,
     groups: list[dict[str, Any]],
     held: Sequence[Sequence[int]],
@@ -492,7 +490,7 @@ def restore(
 
     Args:
         found: Manifest of the checkpoint.
-        folder: Folders of the run.
+        access: Access to its files.
         model: Model whose buffers are restored.
         groups: Parameter groups whose settings are restored.
         held: Parameters of each group, as the indices that they have in the checkpoint.
@@ -501,8 +499,8 @@ def restore(
     Raises:
         CheckpointError: if the state file is missing or corrupt, or if the groups differ from the checkpoint.
     """
-    data = files.read_state_file(folder.checkpoints, found)
-    with files.using(folder.checkpoints / found.state_file):
+    data = access.state_file(found)
+    with files.using(access.state_path(found)):
         model_state.load_buffers(data, model, found.description.buffers)
         modules = saved_state(model_state.load_tensors(data))
         if random:

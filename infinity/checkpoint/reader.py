@@ -1,4 +1,4 @@
-"""Checkpoint reader that assembles full parameters from the pages of all ranks.
+"""Checkpoint reader that assembles full parameters from the pages of several ranks.
 
 It needs no model, process group or GPU.
 """
@@ -9,21 +9,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity.checkpoint import manifest as files
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
-from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.held import HeldCheckpoint, choose, held, seen_in
+from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.model_state import load_tensors, saved_buffer
 from infinity.checkpoint.module_state import IGNORED, saved_state
+from infinity.checkpoint.parts import sources
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
-from infinity.store.page_store import Version, read_version
 
 _CACHED_PAGES = 4
 ReadPage = Callable[[int, int, Version, str], memoryview]
@@ -38,61 +41,75 @@ class CheckpointReader(FullState):
     """
 
     def __init__(
-        self, folder: RunFolder, step: int | CheckpointName = -1, *, read_page: ReadPage | None = None
+        self,
+        folder: RunFolder,
+        step: int | HeldCheckpoint = -1,
+        *,
+        replica: int = -1,
+        access: CheckpointFiles | None = None,
     ) -> None:
-        """Read the manifests of all ranks.
+        """Read the manifests of all ranks whose pages are needed.
 
         Args:
             folder: Folders of the run, in the order of storage.paths.
-            step: Step of the checkpoint, -1 for the newest one that all ranks hold, or the name of the checkpoint.
-            read_page: Function that reads a page, if pages are not in the data files of `folder`.
+            step: Step of the checkpoint, -1 for the newest one whose slices are all present, or the checkpoint.
+            replica: Replica to read, or -1 for any. It is required only if the replicas differ.
+            access: Access to the files. By default, they are read from `folder`.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or if it is incomplete or malformed.
         """
         self._folder = folder
-        if isinstance(step, CheckpointName):
-            checkpoint = step
-        else:
-            checkpoints = files.complete_checkpoints(files.published_in(folder.checkpoints))
-            checkpoint = files.choose_checkpoint(folder.run_id, checkpoints, step)
-        self._step = checkpoint.step
-        names = [checkpoint.of(rank).file_name for rank in range(checkpoint.world_size)]
-        self._manifests: list[Manifest] = [files.read_manifest(folder.checkpoints / name) for name in names]  # by rank
-        self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]  # by rank
-        for described, manifest in zip(self._ranks, self._manifests, strict=True):
-            if _whole(described) != _whole(self._ranks[0]):
+        if not isinstance(step, HeldCheckpoint):
+            step = choose(folder.run_id, held([seen_in(folder)]), step, replica)
+        self._held, self._files = step, access or CheckpointFiles(folder)
+        self._checkpoint = step.name
+        first = self._files.manifest(step.name.of(min(step.holders)))
+        self._manifests = {first.rank: first}  # by rank
+        """Manifests that have been read."""
+        try:
+            self._sources, missing = sources(first.parts, step.holders, replica)
+        except CheckpointError as error:
+            raise CheckpointError(f"{step.name} of run {folder.run_id} cannot be read: {error}") from error
+        if missing:
+            raise CheckpointError(f"{step.name} of run {folder.run_id} is incomplete: {step.problem(replica)}")
+        self._ranks: dict[int, RunDescription] = {rank: self.manifest(rank).description for rank in self._sources}
+        """Descriptions of the ranks whose pages are read, by rank."""
+        self._first = self.manifest(self._sources[0])
+        for rank, described in self._ranks.items():
+            manifest = self._manifests[rank]
+            if _whole(described) != _whole(self._first.description):
                 file = folder.checkpoints / manifest.file_name
-                raise CheckpointError(f"{file} is malformed: its parameters differ from the parameters of rank 0")
-            if read_page is None:
-                files.check_pages(manifest, folder)
-            files.read_state_file(folder.checkpoints, manifest)  # a checkpoint that cannot be resumed is not exported
-        self._read_file = read_page or self._read_data_file
+                raise CheckpointError(
+                    f"{file} is malformed: its parameters differ from the parameters of rank {self._first.rank}"
+                )
+            if access is None:
+                self._files.state_file(manifest)  # a checkpoint that cannot be resumed is not exported
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
     def updated_on(self) -> str:
         """Type of the device that ran updates."""
-        return self._manifests[0].updated_on
+        return self._first.updated_on
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All parameters, in the order of their shards."""
-        return self._ranks[0].tensors
+        return self._first.description.tensors
 
     @property
     def extra(self) -> dict[str, object]:
         """User data, as passed to `save_checkpoint()`."""
-        return self._manifests[0].extra
+        return self._first.extra
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
         """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
-        return torch_dtype(self._ranks[0].layout.format_of(index).dtypes[name])
+        return torch_dtype(self._first.layout.format_of(index).dtypes[name])
 
     @property
     def step(self) -> int:
         """Number of completed optimizer steps."""
-        return self._step
+        return self._checkpoint.step
 
     @property
     def folder(self) -> RunFolder:
@@ -100,28 +117,49 @@ class CheckpointReader(FullState):
         return self._folder
 
     @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folder with the files for exports (see `infinity.formats.companions`)."""
+        return self._files.checkpoints
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that wrote the checkpoint."""
-        return len(self._ranks)
+        return self._checkpoint.world_size
 
     def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of one rank."""
+        """Return the manifest of a rank whose files are present. Raises `CheckpointError`."""
+        if rank not in self._manifests:
+            self._manifests[rank] = self._files.manifest(self._checkpoint.of(rank))
         return self._manifests[rank]
+
+    @property
+    def first(self) -> Manifest:
+        """Manifest of the first rank whose pages are read."""
+        return self._first
+
+    @property
+    def files(self) -> CheckpointFiles:
+        """Access to the files of the checkpoint."""
+        return self._files
+
+    def has(self, rank: int) -> bool:
+        """Return whether the files of a rank are present."""
+        return rank in self._held.holders
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
         """Return the optimizer states of a parameter, as (name, dtype)."""
-        return self._ranks[0].layout.format_of(index).kinds
+        return self._first.layout.format_of(index).kinds
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer. Their `params` are indices into `tensors`."""
-        return deepcopy(list(self._manifests[0].groups))
+        return deepcopy(list(self._first.groups))
 
     def scalars(self) -> dict[int, dict[str, Any]]:
         """Return the scalar optimizer states of every parameter that has been updated, by index into `tensors`."""
         found: dict[int, dict[str, Any]] = {}
-        for manifest in self._manifests:  # a rank with an empty slice may have no scalars, but another rank has them
-            for index, values in manifest.scalars.items():
+        for rank in self._sources:  # a rank with an empty slice may have no scalars, but another rank has them
+            for index, values in self._manifests[rank].scalars.items():
                 found.setdefault(index, values)
         return deepcopy(found)
 
@@ -140,7 +178,8 @@ class CheckpointReader(FullState):
             CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
         """
         spec = self.tensors[index]
-        owners = owners_of([described.tensors[index] for described in self._ranks], self._folder.run_id)
+        specs = {rank: described.tensors[index] for rank, described in self._ranks.items()}
+        owners = owners_of(specs, self._folder.run_id)
         first, last = rows or (0, spec.shape[spec.dim] if spec.shape else 1)
         parts = []
         for position in range(spec.shard_size):
@@ -178,11 +217,7 @@ class CheckpointReader(FullState):
         )
 
     def _read_page(self, rank: int, page: int) -> memoryview:
-        version = self._manifests[rank].pages[page]
-        return self._read_file(rank, page, version, self._ranks[rank].layout.page_name(page))
-
-    def _read_data_file(self, rank: int, page: int, version: Version, name: str) -> memoryview:
-        return read_version(self._folder.data_file(version.extent.path, rank), page, version, name)
+        return self._files.page(self._manifests[rank], page)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's persistent buffers.
@@ -190,7 +225,7 @@ class CheckpointReader(FullState):
         Raises:
             CheckpointError: if the state file is missing or does not match its checksum.
         """
-        if names := self._ranks[0].buffers:
+        if names := self._first.description.buffers:
             yield from self._from_state_file(lambda tensors: [(name, saved_buffer(tensors, name)) for name in names])
 
     def ignored_states(self) -> Mapping[str, tuple[int, dict[str, Any]]]:
@@ -201,9 +236,9 @@ class CheckpointReader(FullState):
         return self._from_state_file(lambda tensors: saved_state(tensors).get(IGNORED, {}))  # type: ignore[no-any-return]
 
     def _from_state_file(self, get: Callable[[Mapping[str, torch.Tensor]], Any]) -> Any:
-        """Apply a function to the tensors of the state file of rank 0."""
-        data = files.read_state_file(self._folder.checkpoints, self._manifests[0])
-        with files.using(self._folder.checkpoints / self._manifests[0].state_file):
+        """Apply a function to the tensors of a state file."""
+        data = self._files.state_file(self._first)
+        with files.using(self._files.state_path(self._first)):
             return get(load_tensors(data))
 
 

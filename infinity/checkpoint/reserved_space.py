@@ -28,6 +28,7 @@ _BLOCK = 4 * KIB
 _RANDOM = 64 * KIB  # bytes for all random states, as text and as tensors
 _EXTRA = 64 * KIB  # allowance for growth of the user's `extra` and of the optimizer's settings
 _PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; the entry of a shard includes its scalars
+_RANK = 128  # bytes for the part of a rank, with a host name of at most 64 characters
 
 
 def checkpoint_bytes(
@@ -35,6 +36,7 @@ def checkpoint_bytes(
     model: nn.Module,
     module_state: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping[str, Any]],
+    world_size: int,
 ) -> int:
     """Return the maximum size of a checkpoint's manifest and state file in bytes, including 64 KiB for `extra`.
 
@@ -43,12 +45,14 @@ def checkpoint_bytes(
         model: Sharded model.
         module_state: Result of `packed_state`.
         groups: Parameter groups of the optimizer.
+        world_size: Number of ranks.
     """
     layout = described.layout
     text = json.dumps(json.dumps(described.plain, separators=(",", ":")))
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     pages = sum(page.role is not Role.GRAD for page in layout.pages)
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
+    manifest += world_size * _RANK
     buffers = torch_private.tensors_in_memory(model).values()  # a shared buffer is saved under each of its names
     state = sum(buffer.nbytes + _BUFFER for buffer in buffers)
     state += sum(packed.nbytes + _BUFFER for packed in module_state.values())

@@ -112,7 +112,7 @@ def export_safetensors(
             belongs to a different model.
         StorageError, CorruptPageError, CheckpointError: if the weights cannot be read.
     """
-    kept = Companions.of_run(reader.folder.checkpoints)
+    kept = Companions.of_run(reader.checkpoints)
     if merge:
         reader = MergedState(reader, kept.adapters)
     elif kept.adapters:
@@ -194,7 +194,7 @@ def export_bytes(reader: FullState, dtype: torch.dtype | None = None, *, merge: 
     Raises:
         ConfigError: if the run's copies of files for exports are malformed.
     """
-    adapters = Companions.of_run(reader.folder.checkpoints).adapters
+    adapters = Companions.of_run(reader.checkpoints).adapters
     if merge:
         reader, adapters = MergedState(reader, adapters), ()
     chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}

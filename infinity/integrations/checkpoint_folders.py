@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.manifest import Published, complete_checkpoints, published_in, read_manifest
+from infinity.checkpoint.held import Seen, held, seen_in, usable
+from infinity.checkpoint.manifest import read_manifest
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.run_folders import (
@@ -29,6 +30,7 @@ from infinity.integrations.run_folders import (
 )
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
+from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 from infinity.units import MIB
 from infinity.untrusted_files import read_regular
@@ -314,25 +316,25 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
         OSError: if a path cannot be read.
     """
 
-    def look() -> tuple[Path | None, list[Published]]:
+    def look() -> tuple[RunFolder, Seen]:
         paths = settings.run.resume_paths or settings.storage.paths
         runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
         # checkpoints are on the first path
         roots = [run.roots[0] for run in runs if run.run_id == record.run_id and 0 in run.roots]
-        checkpoints = roots[-1] / "checkpoints" if roots else None
-        found = [] if checkpoints is None else [name for name in published_in(checkpoints) if name.step == record.step]
-        return checkpoints, found
+        folder = RunFolder(record.run_id, tuple(roots[-1:]))
+        return folder, seen_in(folder)
 
-    checkpoints, here = ranks.together("looking for the checkpoint", look)
-    complete = complete_checkpoints(set[Published]().union(*ranks.collect(here)))
+    folder, here = ranks.together("looking for the checkpoint", look)
+    every = usable(held(ranks.collect(here)), settings.run.resume_replica)
+    complete = [checkpoint.name for checkpoint in every if checkpoint.name.step == record.step]
     if not complete:
         return None
 
     def read() -> dict[str, Any] | None:
-        mine = [name for name in here if name.checkpoint == complete[-1]]
-        if checkpoints is None or not mine or ranks.local_rank:
+        mine = [name for name in here[0] if name.checkpoint == complete[-1]]
+        if not mine or ranks.local_rank:
             return None
-        found = read_manifest(checkpoints / mine[0].file_name).extra.get(_KEY)
+        found = read_manifest(folder.checkpoints / mine[0].file_name).extra.get(_KEY)
         return found if isinstance(found, dict) else {}
 
     told = ranks.collect(ranks.together("reading the checkpoint", read))

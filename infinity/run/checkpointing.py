@@ -64,7 +64,7 @@ def make_checkpoint_writer(
         run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
     file = run.folder.reserved_file(run.ranks.rank)
     if run.settings.run.retained_checkpoints:
-        nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups)
+        nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups, run.ranks.world_size)
         nbytes += in_memory.state_bytes()
     space = CheckpointSpace(file, nbytes)
     mirror: MirrorWriter | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import load_state
 from infinity.checkpoint.publish import checkpointed_buffers, restore
@@ -107,6 +108,8 @@ class Filling:
             together("writing the initial values", partial(self._write, source, shards))
         together("storing files for exports", self._keep_companions)
         resumed = self._restore(groups)
+        if source is not None:
+            source.close()
         if resumed is not None and resumed.modules is not None:
             load = partial(load_state, resumed.modules, sharded.outermost, model, in_memory)
             together("restoring the state of modules", load)
@@ -141,9 +144,10 @@ class Filling:
         if found is None:
             return None
         parameters = [param for fsdp_module in self._sharded.parameters() for param in fsdp_module]  # by shard
+        access = CheckpointFiles(run.folder)
         numbers = {id(param): shard for shard, param in enumerate(parameters)}
         held = [[numbers[id(param)] for param in group["params"] if id(param) in numbers] for group in groups]
-        return together("restoring the checkpoint", partial(restore, found, run.folder, model, groups, held))
+        return together("restoring the checkpoint", partial(restore, found, access, model, groups, held))
 
     def _write(self, source: FirstValues, shards: ShardIO) -> None:
         for fsdp_module, (name, members) in enumerate(zip(self._sharded.names, self._sharded.members, strict=True)):
@@ -156,7 +160,7 @@ class Filling:
         if self._source is not None:
             return self._source.buffers(model)
         found = self._run.directory.found
-        return checkpointed_buffers(found, self._run.folder, model) if found is not None else {}
+        return checkpointed_buffers(found, CheckpointFiles(self._run.folder), model) if found is not None else {}
 
     def _keep_companions(self) -> None:
         """Store the files that exports need, such as the tokenizer, next to the checkpoints of a new run."""
@@ -165,7 +169,7 @@ class Filling:
             return
         try:
             if run.directory.source is not None:
-                carry_companions(run.directory.source.reader.folder.checkpoints, run.folder.checkpoints)
+                carry_companions(run.directory.source.reader.checkpoints, run.folder.checkpoints)
             else:
                 files = self._source.files if isinstance(self._source, PretrainedFolder) else None
                 keep_companions(run.folder.checkpoints, self._sharded.model, files)

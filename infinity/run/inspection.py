@@ -34,6 +34,7 @@ _OF_ALL_RANKS = (
     "run.seed",
     "run.resume",
     "run.resume_step",
+    "run.resume_replica",
     "run.retained_checkpoints",
     "run.keep",
 )

@@ -55,7 +55,7 @@ class LiveState(FullState):
         self._run, self._described, self._model, self._read = run, described, model, read
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
         """Descriptions from all ranks, for each parameter."""
-        self._owners = [owners_of(list(specs), run.folder.run_id) for specs in self._specs]
+        self._owners = [owners_of(dict(enumerate(specs)), run.folder.run_id) for specs in self._specs]
         self._wire = torch.device("cpu") if run.ranks.exchange_on_cpu else run.device.name
         """Device on which slices are exchanged."""
 

@@ -9,10 +9,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
+from infinity.checkpoint.held import HeldCheckpoint
+from infinity.checkpoint.manifest import Manifest, published_in, read_manifest
 from infinity.checkpoint.mirror import Mirror, is_address
+from infinity.checkpoint.parts import located
 from infinity.checkpoint.publish import NoCheckpointError, choose_run, find_checkpoints, list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.remote_files import open_files
 from infinity.cleanup import Undo, end_all
 from infinity.config import Config, runtime_dir
 from infinity.content.layout import Layout
@@ -52,7 +55,7 @@ class ClaimedPaths:
         """Cleanup functions until `RunDirectory.take` has succeeded."""
         self.resumed: RunFolder | None = None
         """Folders of the run to resume, which may be on other paths; None for a new run."""
-        self.checkpoints: list[CheckpointName] = []
+        self.checkpoints: list[HeldCheckpoint] = []
         """Checkpoints of that run, the last of which is resumed."""
         self.mirrored: CheckpointReader | None = None
         """Checkpoint of a mirror, from which a new run starts; None if the checkpoint is on the paths."""
@@ -84,7 +87,7 @@ class ClaimedPaths:
             self.resumed = ranks.together(
                 "finding the run's folders", lambda: folders_of(self._searched, resume, paths)
             )
-            self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step)
+            self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step, wanted.resume_replica)
         else:
             self.name_new_run()
 
@@ -97,7 +100,7 @@ class ClaimedPaths:
             return ""
         mirrored = bool(wanted.mirror) and wanted.resume in ("latest", "auto")
         try:
-            found = choose_run(self._searched, wanted.resume, self.ranks)
+            found = choose_run(self._searched, wanted.resume, self.ranks, wanted.resume_replica)
         except NoCheckpointError as error:
             if not (mirrored and self._open_mirrored(wanted.mirror)):
                 raise
@@ -142,9 +145,9 @@ class ClaimedPaths:
         A different page size would require copying the state to a new run. If the manifest cannot be read,
         `RunDirectory.take` reports the error.
         """
-        if self.resumed is not None:
+        if self.resumed is not None and self.ranks.rank in self.checkpoints[-1].holders.get(self.ranks.rank, ()):
             with suppress(OSError, CheckpointError):
-                manifest = self.checkpoints[-1].of(self.ranks.rank).file_name
+                manifest = self.checkpoints[-1].name.of(self.ranks.rank).file_name
                 return read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
         return self.mirrored.manifest(0).layout.page_bytes if self.mirrored is not None else 0
 
@@ -213,17 +216,21 @@ class RunDirectory:
         if (roots := claimed.resumed) is not None:
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                 folder = roots  # in the run's own order, which may differ from the order in the settings
-            if not needs_resharding(roots, folder, there[-1], layout, ranks):
+            replica = settings.run.resume_replica
+            if not needs_resharding(roots, folder, there[-1], layout, ranks, replica):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
                 undo.take()
                 return cls(folder, lock, ranks, list(checkpoints[-1].stripe_weights), checkpoints, None)
-            reader = ranks.together("reading the checkpoint", lambda: CheckpointReader(roots, there[-1]))
+            access = open_files(roots, ranks, there[-1])
+            undo.push(access.close)
+            read = partial(CheckpointReader, roots, there[-1], replica=replica, access=access)
+            reader = ranks.together("reading the checkpoint", read)
             source = ReshardSource(reader, ranks)
             if ranks.rank == 0:
                 _log.warning(
-                    "run %s has a different page layout (ranks, paths, page size or dtype), so its state is copied to "
-                    "a new run; the old run occupies space until you run `infinity store rm %s`",
-                    roots.run_id, roots.run_id,
+                    "run %s has %s, so its state is copied to a new run; the old run occupies space until you run "
+                    "`infinity store rm %s`",
+                    roots.run_id, _difference(there[-1], reader, ranks), roots.run_id,
                 )  # fmt: skip
             folder = RunFolder.of(paths, claimed.name_new_run())
         undo.push(partial(folder.remove_rank, ranks.rank, checkpoints=ranks.local_rank == 0))
@@ -247,7 +254,22 @@ class RunDirectory:
             if always or (remove and not published):
                 self.folder.remove_rank(self._ranks.rank, checkpoints=self._ranks.local_rank == 0)
 
-        end_all(unmake, self._lock.release)
+        end_all(*([self.source.close] if self.source is not None else []), unmake, self._lock.release)
+
+
+def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ranks) -> str:
+    """Return the reason why the state must be copied, for a message."""
+    if checkpoint.name.world_size == ranks.world_size:
+        parts = reader.first.parts
+        if checkpoint.absent:
+            return f"lost the files of {located(parts, checkpoint.absent)}, which other ranks also hold"
+        moved = [rank for rank in range(ranks.world_size) if rank not in checkpoint.holders[rank]]
+        if moved:
+            return (
+                f"the files of {located(parts, moved)}, where other ranks run now (torchrun with --node-rank keeps the "
+                "order of the nodes)"
+            )
+    return "a different page layout (ranks, paths, page size or dtype)"
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:

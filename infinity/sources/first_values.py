@@ -83,6 +83,9 @@ class FirstValues:
         """
         return None
 
+    def close(self) -> None:
+        """Release the source. All ranks must call it together."""
+
 
 class OwnValues(FirstValues):
     """Source of the values that the model already has in memory."""

@@ -1,6 +1,7 @@
 """Resume from a checkpoint that has a different world size, page size, compute dtype, or different paths.
 
-A new run starts with the values in the checkpoint. Each rank reads its part of the values, one FSDP module at a time.
+A new run starts with the values in the checkpoint. Each rank reads its part of the values, one FSDP module at a time,
+from the drives of its node or, through the process group, from drives of other nodes.
 Peak memory is therefore this rank's part of the master and optimizer states of one FSDP module.
 """
 
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from infinity import torch_private
-from infinity.checkpoint.manifest import CheckpointName, read_manifest
+from infinity.checkpoint.held import HeldCheckpoint
+from infinity.checkpoint.manifest import read_manifest
 from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.parts import replicas_differ
 from infinity.checkpoint.publish import check_optimizer, checkpointed_buffers, restore
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import Layout, ShardSpec
@@ -30,25 +33,26 @@ from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
 
 
-def needs_resharding(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
-    """Return whether the page layout, the number of ranks or the folders of a checkpoint differ on any rank.
+def needs_resharding(
+    old: RunFolder, new: RunFolder, checkpoint: HeldCheckpoint, layout: Layout, ranks: Ranks, replica: int = -1
+) -> bool:
+    """Return whether the state must be copied to a new run.
+
+    This is the case if the page layout, the number of ranks or the folders of a checkpoint differ on any rank, if a
+    rank does not have its own files, for example because it runs on another host now, or if a replica was chosen among
+    replicas that differ.
 
     Raises:
         CheckpointError: if a manifest is missing or malformed.
     """
 
     def compare() -> bool:
-        if old != new:
+        own = ranks.rank in checkpoint.holders.get(ranks.rank, ())
+        if old != new or checkpoint.name.world_size != ranks.world_size or not own:
             return True
-        if checkpoint.world_size != ranks.world_size:
-            # If this node does not have all manifests, the code that reads them next reports which are missing.
-            return all(
-                (old.checkpoints / checkpoint.of(rank).file_name).exists() for rank in range(checkpoint.world_size)
-            )
-        return (
-            read_manifest(old.checkpoints / checkpoint.of(ranks.rank).file_name).layout.fingerprint
-            != layout.fingerprint
-        )
+        found = read_manifest(old.checkpoints / checkpoint.name.of(ranks.rank).file_name)
+        chosen = replica >= 0 and replicas_differ(found.parts)
+        return chosen or found.layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 
@@ -56,20 +60,22 @@ def needs_resharding(old: RunFolder, new: RunFolder, checkpoint: CheckpointName,
 def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
     """Return the folders of a run on the given paths, in the order that the run uses.
 
+    If the run is not on these paths, its folders are on other nodes, and the result has no folders.
+
     Args:
         paths: paths to search.
         run_id: id of the run.
         held: paths whose locks this process holds.
 
     Raises:
-        CheckpointError: if the run is not on these paths, or is also on other paths.
+        CheckpointError: if the run is also on other paths.
         FolderBusyError: if another process is using the run.
     """
     ours = {Path(path).resolve() for path in held}
     runs = {run.run_id: run for run in look_for_runs(paths)[0]}
     listed = ", ".join(map(str, paths))
     if run_id not in runs:
-        raise CheckpointError(f"run {run_id} is not in {listed} on this node")
+        return RunFolder(run_id, ())
     run = runs[run_id]
     if not run.complete:
         raise CheckpointError(
@@ -106,7 +112,7 @@ class ReshardSource(FirstValues):
             CheckpointError: if it does not. The message describes the difference.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
-        check_optimizer(self._reader.manifest(0), name_of(optimizer))
+        check_optimizer(self._reader.first, name_of(optimizer))
         another = f"the checkpoint at step {step} of run {run_id} belongs to a different model: "
         if len(members) != len(self._reader.tensors):
             raise CheckpointError(
@@ -147,17 +153,21 @@ class ReshardSource(FirstValues):
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the buffers of the checkpoint."""
-        return checkpointed_buffers(self._reader.manifest(0), self._reader.folder, model)
+        return checkpointed_buffers(self._reader.first, self._reader.files, model)
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
         """Restore buffers, settings and, if this rank is in the checkpoint, random states. Return the progress."""
         rank = self._ranks.rank
-        was_there = rank < self._reader.world_size
-        manifest = self._reader.manifest(rank if was_there else 0)
+        was_there = self._reader.has(rank)
+        manifest = self._reader.manifest(rank) if was_there else self._reader.first
         indices = [self._index[member.names[0]] for member in members]
         of_param = {id(member.param.sharded_param): index for member, index in zip(members, indices, strict=True)}
         held = [[of_param[id(param)] for param in group["params"] if id(param) in of_param] for group in groups]
-        found = restore(manifest, self._reader.folder, model, groups, held, random=was_there)
+        found = restore(manifest, self._reader.files, model, groups, held, random=was_there)
         scalars = self._reader.scalars()
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
         return replace(found, scalars=by_shard)
+
+    def close(self) -> None:
+        """Stop reading from the checkpoint. All ranks must call it together."""
+        self._reader.files.close()

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint import publish as checkpoints
-from infinity.checkpoint.manifest import complete_checkpoints, new_identity, published_in
+from infinity.checkpoint.manifest import new_identity, published_in
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.reserved_space import CheckpointSpace
 from infinity.errors import CheckpointError, LostRankError, StorageError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore
+from support.published import complete_checkpoints
 from support.ranks import RankPool
 from support.session import Session
 
@@ -70,7 +71,7 @@ def test_all_ranks_resume_from_the_same_of_two_checkpoints(
         with subtests.test(published=published):
             assert CheckpointReader(folder).extra["note"] == expected, "export"
             assert pair.run(resumed, str(place)) == [(1, expected)] * 2
-            assert len(complete_checkpoints(published_in(folder.checkpoints))) == 1, "the other one must be removed"
+            assert len(complete_checkpoints(folder.roots[0])) == 1, "the other one must be removed"
 
 
 def branch(folder: str, note: str) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from infinity.checkpoint import model_state, publish
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.manifest import checksum_of, published_in, read_manifest, read_state_file, using
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, StorageError
@@ -131,7 +132,7 @@ def read_for_resume(stored: Stored) -> None:
     assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
     groups: list[dict[str, Any]] = [{} for _ in found[-1].groups]
     held = [group["params"] for group in found[-1].groups]
-    publish.restore(found[-1], stored.folder, stored.model, groups, held)
+    publish.restore(found[-1], CheckpointFiles(stored.folder), stored.model, groups, held)
 
 
 def run_store_commands(stored: Stored) -> None:
@@ -365,8 +366,10 @@ FORGED = {
     "different rank": (_set("rank", to=1), "rank 1 of 1"),
     "different step": (_set("step", to=3), "step 3"),
     "more ranks": (_set("world_size", to=2), "rank 0 of 2"),
+    "more parts": (_set("parts", to=lambda parts: parts * 2), "2 parts for 1 ranks"),
+    "host with a control character": (_set("parts", 0, 0, to="a\nb"), r"parts\.0\.0 = 'a\\nb' must be a string"),
     "different run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
-    "different format": (_set("format", to=1), r"has format 1\b.*\b2\b"),
+    "different format": (_set("format", to=1), r"has format 1\b.*\b3\b"),
     "boolean format": (_set("format", to=True), "has format True"),
     "unknown path": (_set("pages", "0", 0, to=1), r"page 0 .*\bpath 1\b"),
     "unaligned offset": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.integrations import checkpoint_folders, run_folders
 from infinity.run.optimizer import PagedOptimizer
 from support.processes import fork_server
+from support.published import complete_checkpoints
 from support.tables import WIDE, all_but
 from support.trainers import Outcome, build, make, outcome_of, with_adapters
 
@@ -34,7 +34,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 def checkpoint_steps(nvme: Path) -> list[int]:
     """Return the steps of the checkpoints of the only run."""
     (run,) = (path for path in nvme.iterdir() if path.is_dir())
-    return [checkpoint.step for checkpoint in complete_checkpoints(published_in(run / "checkpoints"))]
+    return [checkpoint.step for checkpoint in complete_checkpoints(run)]
 
 
 def close(trainer: Any) -> None:

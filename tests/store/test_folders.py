@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 import infinity
-from infinity.checkpoint.manifest import complete_checkpoints, published_in
+from infinity.checkpoint.manifest import published_in
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.sources.reshard import folders_of
 from infinity.store import folder as folders
@@ -40,6 +40,7 @@ from infinity.store.folder import (
 from infinity.store.marker import MARKER_NAME, is_run_id, look_for_runs, new_run_id, read_marker, run_ids
 from infinity.untrusted_files import open_own, own_folder, read_own, replacing, write_own
 from support import models
+from support.published import complete_checkpoints
 from support.session import EVERY, RECIPE, STEPS, Session
 from support.train import MIB, Paging, make_optimizer, settings
 
@@ -829,7 +830,7 @@ def test_private_folder_is_created_and_checked(tmp_path: Path) -> None:
 def checkpointed_steps(folder: Path) -> list[int]:
     """Return the checkpointed steps of the run in a session's folder."""
     (found,) = look_for_runs([folder / "nvme0"])[0]
-    return [checkpoint.step for checkpoint in complete_checkpoints(published_in(found.in_order[0] / "checkpoints"))]
+    return [checkpoint.step for checkpoint in complete_checkpoints(found.in_order[0])]
 
 
 def test_failed_resume_removes_no_checkpoint(

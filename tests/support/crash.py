@@ -31,9 +31,9 @@ import torch
 import torch._dynamo  # imported before lives are forked
 import torch.distributed as dist
 
-from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from support.crash_commands import COMMANDS, Commands
 from support.ends import End, ending
+from support.published import complete_checkpoints
 from support.session import Session
 from support.train import KIB, MIB, local, state_on_nvme
 
@@ -97,7 +97,7 @@ def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
 
 
 def _has_checkpoint(path: Path) -> bool:
-    return any(complete_checkpoints(published_in(run / "checkpoints")) for run in path.glob("*") if run.is_dir())
+    return any(complete_checkpoints(run) for run in path.glob("*") if run.is_dir())
 
 
 class Life:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
-from infinity.checkpoint.manifest import complete_checkpoints, published_in
+from infinity.checkpoint.manifest import published_in
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.dcp import export_dcp
 from infinity.formats.safetensors import export_safetensors
@@ -22,6 +22,7 @@ from infinity.store.marker import Marker, write_marker
 from infinity_tools.cli import app
 from infinity_tools.stored_runs import waste
 from support.ends import End, ending
+from support.published import complete_checkpoints
 
 _FILE_BYTES = 128 << 10
 _OTHER, _DEAD = "20200101-000000-aaaaaa", "20200102-000000-bbbbbb"
@@ -159,7 +160,7 @@ class Commands:
             _gc(self.directory)
             left = [item.name for item in waste([self.directory])]
             roots = (self.directory / _OTHER, *_run(self.directory).roots)
-            complete = [len(complete_checkpoints(published_in(root / "checkpoints"))) for root in roots]
+            complete = [len(complete_checkpoints(root)) for root in roots]
             lost = ["the other run lost a checkpoint"] if complete[0] != complete[1] else []
             return lost + ([f"gc does not remove {left}"] if left else [])
         if (self.directory / _OTHER / "infinity.run").exists():

@@ -6,13 +6,13 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from infinity import torchrun
 from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
 from infinity_tools.train import resume
 from infinity_tools.train.callbacks import _set_learning_rate
 from support.command import SMALL, Finished, run_here, run_ranks
@@ -148,14 +148,37 @@ def test_values_are_those_of_the_method_of_the_run(tmp_path: Path) -> None:
     assert "model llama-100m (was tiny)" in error_text(ended)
 
 
-def test_resume_command_starts_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    run: Any = SimpleNamespace(roots=(tmp_path / "n/run",), run_id="run")
+STATIC = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "29500", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("parent", "options", "comment"),
+    [
+        ([], STATIC, "# on each of 2 nodes, with its own --node-rank"),
+        (
+            ["python", "/bin/torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "train.py", "--x"],
+            ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"],
+            "# on each of 2 nodes",
+        ),
+        (
+            ["python", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "0", "-m", "infinity_tools", "x"],
+            ["--nnodes", "2", "--node-rank", "0"],
+            "# on each of 2 nodes, with its own --node-rank",
+        ),
+    ],
+)
+def test_resume_command_starts_all_nodes_as_before(
+    parent: list[str], options: list[str], comment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options are those of the torchrun that started this rank, or fixed node ranks with another launcher."""
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    cmdline = "".join(f"{word}\0" for word in parent)
+    monkeypatch.setattr(torchrun.Path, "read_text", lambda file, **_: cmdline)
+    run = RunFolder("run", (tmp_path / "n/run",))
     commands = resume.next_commands({"output_dir": "/o", "max_steps": 2}, run, 2, Ranks(0, 0, 4), stopped=True)
-    assert commands["resume"] == (
-        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2 -m infinity_tools train "
-        "/o/recipe.yaml --resume"
-    )
+    start = shlex.join(["torchrun", *options])
+    assert commands["resume"] == f"{start} -m infinity_tools train /o/recipe.yaml --resume  {comment}"
 
 
 def test_run_of_epochs_with_few_logs_has_results(tmp_path: Path) -> None:

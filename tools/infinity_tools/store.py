@@ -138,7 +138,7 @@ def _check(
     from infinity_tools.stored_runs import Check, good_step, incomplete, without_manifest
 
     console = Console(highlight=False)
-    pages, bad_pages, partial, unusable = 0, [], [], False
+    pages, bad_pages, partial, elsewhere, unusable = 0, [], [], [], False
     for run in runs:
         check = Check(run)
         pages += check.pages
@@ -146,6 +146,11 @@ def _check(
             task = bar.add_task("", total=check.nbytes)
             bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
         advice = _advice(run, bad, good_step(run, bad), paths)
+        elsewhere += [
+            {"run_id": run.run_id, "step": checkpoint.step, "files": checkpoint.elsewhere}
+            for checkpoint in run.checkpoints
+            if checkpoint.elsewhere
+        ]
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
         passed = incomplete(run)
         partial += [
@@ -157,13 +162,15 @@ def _check(
             _report(console, run, check.pages, bad, advice)
             for checkpoint in passed:
                 console.print(f"  step {checkpoint.step}, {checkpoint.problem}: incomplete checkpoint, ignored")
+            for where in dict.fromkeys(checkpoint.elsewhere for checkpoint in run.checkpoints if checkpoint.elsewhere):
+                console.print(f"  not read: {where}. Run the command there, too.", soft_wrap=True, markup=False)
             for file in without_manifest(run):
                 console.print(f"  {file} has no manifest: it belongs to no checkpoint", soft_wrap=True, markup=False)
             if none_left and not bad:
                 console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
         found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
-        typer.echo(json_format.dumps(found | {"passed_over": passed_over}))
+        typer.echo(json_format.dumps(found | {"passed_over": passed_over, "elsewhere": elsewhere}))
     elif passed_over:
         console.print(f"{_passed_over(passed_over)}; `infinity store scrub` also reads live runs", soft_wrap=True)
     elif not runs:
@@ -355,6 +362,7 @@ def _described(run: StoredRun) -> dict[str, Any]:
                 "bytes": checkpoint.nbytes,
                 "own_bytes": checkpoint.own_bytes,
                 "problem": checkpoint.problem or None,
+                "elsewhere": checkpoint.elsewhere or None,
             }
             for checkpoint in run.checkpoints
         ],
@@ -370,7 +378,7 @@ def _table(run: StoredRun) -> Table:
     table.columns[5].overflow = "fold"
     for checkpoint in run.checkpoints:
         sizes = (format_size(checkpoint.nbytes), format_size(checkpoint.own_bytes))
-        problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else ""
+        problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else escape(checkpoint.elsewhere)
         table.add_row(str(checkpoint.step), _when(checkpoint), str(checkpoint.world_size), *sizes, problem)
     return table
 

@@ -18,11 +18,11 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import (
     CheckpointName,
     Manifest,
     Published,
-    complete_checkpoints,
     left_over,
     published_in,
     read_manifest,
@@ -57,6 +57,8 @@ class Checkpoint:
     own_bytes: int
     problem: str = ""
     """Reason why the checkpoint cannot be used. Empty if it is usable."""
+    elsewhere: str = ""
+    """Ranks whose files are on other hosts, and these hosts. Empty if there are none."""
 
     @property
     def step(self) -> int:
@@ -244,8 +246,10 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
     for checkpoint, (names, manifests, problem) in read.items():
         if not manifests and not problem:  # a live run removed the checkpoint in the meantime
             continue
-        if len(names) < checkpoint.world_size:
-            problem = f"{len(names)} of {checkpoint.world_size} ranks"
+        holders = {name.rank: [0] for name in names}
+        parts = manifests[0].parts if manifests else ()
+        held = HeldCheckpoint(name=checkpoint, holders=holders, parts=parts)
+        problem = held.problem() or problem
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.checkpoints / manifest.state_file) for manifest in manifests)
         yield Checkpoint(
@@ -255,6 +259,7 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
             problem=problem,
+            elsewhere=held.elsewhere,
         )
 
 
@@ -379,11 +384,11 @@ def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
 
 
 def incomplete(run: StoredRun) -> list[Checkpoint]:
-    """Return checkpoints that not all ranks have published.
+    """Return checkpoints that not all ranks have published and that cannot be used.
 
     Checkpoints whose ranks are not all on this node are left out because other nodes may have the missing manifests.
     """
-    return [c for c in run.checkpoints if len(c.manifests) < c.world_size and _all_local(run, c.world_size)]
+    return [c for c in run.checkpoints if _unpublished(c) and _all_local(run, c.world_size)]
 
 
 def without_manifest(run: StoredRun) -> list[Path]:
@@ -503,9 +508,8 @@ def waste(
 def _waste_of(run: StoredRun) -> Iterator[Waste]:
     folder = run.folder.checkpoints
     published = published_in(folder)
-    complete = set(complete_checkpoints(published))
-    partial = [checkpoint for checkpoint in run.checkpoints if checkpoint.name not in complete]
-    if not complete and all(_all_local(run, checkpoint.world_size) for checkpoint in partial):
+    partial = [checkpoint for checkpoint in run.checkpoints if _unpublished(checkpoint)]
+    if len(partial) == len(run.checkpoints) and all(_all_local(run, checkpoint.world_size) for checkpoint in partial):
         yield Waste(what="run without a checkpoint", run=run, files=(), nbytes=run.nbytes)
         return
 
@@ -526,6 +530,10 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
         yield files("temporary file", file)
     for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
         yield files("state file without a checkpoint", file)
+
+
+def _unpublished(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.problem) and len(checkpoint.manifests) < checkpoint.world_size
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:

@@ -8,8 +8,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from infinity import Config
+from infinity import Config, torchrun
 from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.held import held, seen_in
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
@@ -137,22 +138,29 @@ def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, st
     """
     out = Path(recipe["output_dir"])
     folders = shlex.join(str(root.parent) for root in run.roots)
-    train = ["infinity", "train"]
-    more = []
     nodes = ranks.world_size // ranks.local_world_size
-    start = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"] if nodes > 1 else []
-    if nodes > 1 or (ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ):  # set by torchrun
-        start += ["--nproc-per-node", str(ranks.local_world_size)]
-        train = ["torchrun", *start, "-m", "infinity_tools", "train"]
+    infinity, more, everywhere = ["infinity"], [], ""
+    if nodes > 1:
+        start, everywhere = torchrun.several_nodes(nodes, ranks.local_world_size)
+        infinity = [*start, "-m", "infinity_tools"]
+    elif ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
+        infinity = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools"]
     elif ranks.world_size > 1:
         more = ["--nproc", str(ranks.world_size)]
     if not stopped and recipe.get("max_steps", -1) > 0:
         more += ["--max_steps", str(2 * recipe["max_steps"])]
     elif not stopped:
         more += ["--num_train_epochs", f"{2 * recipe['num_train_epochs']:g}"]
+    resume = shlex.join([*infinity, "train", str(out / recipes.FILE), "--resume", *more])
+    export = shlex.join(["export", *(str(root.parent) for root in run.roots), "--run", run.run_id, "--step", str(step)])
+    export += f" --out {shlex.quote(str(out / f'step{step}'))}"
+    free = f"infinity store rm {folders} {run.run_id}"
+    if not nodes > 1:
+        return {"export": f"infinity {export}", "resume": resume, "free": free}
+    apart = any(checkpoint.absent for checkpoint in held([seen_in(run)]) if checkpoint.name.step == step)
     return {
-        "export": f"infinity export {folders} --run {run.run_id} --step {step} "
-        f"--out {shlex.quote(str(out / f'step{step}'))}",
-        "resume": shlex.join([*train, str(out / recipes.FILE), "--resume", *more]),
-        "free": f"infinity store rm {folders} {run.run_id}",
+        # Without shared drives, no node has the files of all ranks.
+        "export": f"{shlex.join(infinity)} {export}  {everywhere}" if apart else f"infinity {export}",
+        "resume": f"{resume}  {everywhere}",
+        "free": f"{free}  # on each of {nodes} nodes" if apart else free,
     }

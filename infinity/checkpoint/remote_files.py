@@ -1,0 +1,207 @@
+"""Access to the files of a checkpoint that are on the drives of other nodes.
+
+Every rank has a thread that answers requests of the other ranks: for a manifest, a state file, a page, or the files for
+exports. Requests and answers are messages of a gloo process group. A rank has at most one request at a time, so an
+answer needs memory for one page, or for one manifest or state file. The rank that reads a file verifies its checksum
+before it sends the contents, and the rank that requested it verifies them again.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import tarfile
+import tempfile
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infinity.checkpoint import manifest as files
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.held import HeldCheckpoint
+from infinity.checkpoint.manifest import Manifest, Published
+from infinity.errors import CheckpointError, CorruptPageError, InfinityError
+from infinity.ranks import Ranks, naming_loss
+from infinity.store.folder import RunFolder
+from infinity.store.page_store import checksum
+
+_log = logging.getLogger("infinity")
+_STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS = range(5)
+_REQUEST, _HEADER, _DATA = 1, 2, 3  # tags of messages
+_IDLE = timedelta(days=7)  # a rank may not be asked for anything while others read for hours
+_CLOSE_SECONDS = 30.0
+MODEL_FOLDER = "model"
+"""Subfolder of the checkpoint folder with the files for exports."""
+
+
+def open_files(folder: RunFolder, ranks: Ranks, checkpoint: HeldCheckpoint) -> CheckpointFiles:
+    """Return the access to a checkpoint, which uses the process group unless every rank sees all files.
+
+    All ranks must call it together, and close the result together.
+    """
+    everywhere = all(len(holders) == ranks.world_size for holders in checkpoint.holders.values())
+    return CheckpointFiles(folder) if everywhere else RemoteFiles(folder, ranks, checkpoint)
+
+
+class RemoteFiles(CheckpointFiles):
+    """Files of a checkpoint in folders of all nodes. All ranks construct the object together, and close it together.
+
+    Only the training thread sends requests. The serving thread uses the local files and the manifests in `_served`.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, held: HeldCheckpoint) -> None:
+        """Connect to the other ranks and start serving.
+
+        Args:
+            folder: Folders of the run on this node. They may not exist.
+            ranks: Ranks of this run.
+            held: Checkpoint to read.
+        """
+        super().__init__(folder)
+        self._ranks, self._held = ranks, held
+        self._group = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._served: dict[int, Manifest] = {}
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._serve, name="infinity-serve-checkpoint", daemon=True
+        )
+        self._thread.start()
+        self._temporary: str | None = None
+        self._companions = self._find_companions()
+
+    def _find_companions(self) -> Path | None:
+        """Return the checkpoint folder with the files for exports, which rank 0 copies if they are on another node."""
+        mine = self.folder.checkpoints if self.folder.roots else None
+        here = mine is not None and (mine / MODEL_FOLDER).is_dir()
+        there = self._ranks.collect(here)
+        if here or self._ranks.rank or True not in there:
+            return mine
+        content = self._ask(there.index(True), _COMPANIONS)
+        self._temporary = tempfile.mkdtemp(prefix="infinity-")
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            archive.extractall(self._temporary, filter="data")
+        return Path(self._temporary)
+
+    def manifest(self, name: Published) -> Manifest:
+        """Return a manifest, from this node if it has the files. Raises `CheckpointError`."""
+        if self._here(name.rank):
+            return super().manifest(name)
+        file = Path(self._held.name.of(name.rank).file_name)
+        content = self._ask(self._holder(name.rank), _MANIFEST, name.rank)
+        return files.decode_manifest(Path(self.folder.run_id, "checkpoints", file), content)
+
+    def state_path(self, manifest: Manifest) -> Path:
+        """Return the path of a state file, for messages."""
+        return super().state_path(manifest) if self._here(manifest.rank) else Path(manifest.state_file)
+
+    def state_file(self, manifest: Manifest) -> bytes:
+        """Return the verified contents of a state file. Raises `CheckpointError`."""
+        if self._here(manifest.rank):
+            return super().state_file(manifest)
+        content = self._ask(self._holder(manifest.rank), _STATE, manifest.rank)
+        if files.checksum_of(content) != manifest.state_checksum:
+            raise CheckpointError(f"{manifest.state_file} does not match its checksum after the transfer")
+        return bytes(content)
+
+    def page(self, manifest: Manifest, page: int) -> memoryview:
+        """Return the verified contents of a page.
+
+        Raises:
+            StorageError, CorruptPageError: if the page cannot be read on this node, or was damaged in transit.
+            CheckpointError: if it cannot be read on another node.
+            LostRankError: if another rank exits.
+        """
+        if self._here(manifest.rank):
+            return super().page(manifest, page)
+        version = manifest.pages[page]
+        holder = self._holder(manifest.rank)
+        data = memoryview(self._ask(holder, _PAGE, manifest.rank, page))
+        if (found := checksum(page, data)) != version.checksum:
+            name, (_, offset, length) = manifest.layout.page_name(page), version.extent
+            raise CorruptPageError(name, f"rank {holder}", offset, length, version.checksum, found)
+        return data
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folder with the files for exports, or a copy of these files."""
+        return self._companions or Path(self.folder.run_id, "missing")
+
+    def close(self) -> None:
+        """Stop serving. No rank may send requests any more."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(RuntimeError):  # another rank has exited
+            self._send([_STOP, 0, 0], (self._ranks.rank + 1) % self._ranks.world_size)
+        thread.join(_CLOSE_SECONDS)
+        if not thread.is_alive():
+            dist.destroy_process_group(self._group)
+
+    def _here(self, rank: int) -> bool:
+        return self._ranks.rank in self._held.holders[rank]
+
+    def _holder(self, rank: int) -> int:
+        """Return the process that serves the files of a rank to this process. The load is spread over all holders."""
+        holders = self._held.holders[rank]
+        return holders[self._ranks.rank % len(holders)]
+
+    def _ask(self, holder: int, *request: int) -> bytearray:
+        """Return the answer to a request.
+
+        Raises:
+            CheckpointError: if the other rank cannot read the file.
+            LostRankError: if the other rank exits.
+        """
+        header = torch.empty(2, dtype=torch.int64)
+        with naming_loss():
+            self._send([*request, *[0] * (3 - len(request))], holder)
+            dist.recv(header, holder, group=self._group, tag=_HEADER)
+            failed, nbytes = header.tolist()
+            content = bytearray(nbytes)
+            if nbytes:
+                dist.recv(torch.frombuffer(content, dtype=torch.uint8), holder, group=self._group, tag=_DATA)
+        if failed:
+            raise CheckpointError(f"rank {holder}: {content.decode(errors='replace')}")
+        return content
+
+    def _send(self, request: list[int], rank: int) -> None:
+        dist.send(torch.tensor(request), rank, group=self._group, tag=_REQUEST)
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                request = torch.empty(3, dtype=torch.int64)
+                asking = dist.recv(request, group=self._group, tag=_REQUEST)
+                kind, rank, page = request.tolist()
+                if kind == _STOP:
+                    return
+                failed = False
+                try:
+                    content = self._read(kind, rank, page)
+                except (InfinityError, OSError) as error:
+                    failed, content = True, str(error).encode()
+                dist.send(torch.tensor([failed, len(content)]), asking, group=self._group, tag=_HEADER)
+                if content:
+                    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    dist.send(data, asking, group=self._group, tag=_DATA)
+        except RuntimeError as error:  # another rank has exited, and this rank's next collective reports it
+            _log.debug("serving the checkpoint ended: %s", error)
+
+    def _read(self, kind: int, rank: int, page: int) -> bytes | memoryview:
+        if kind == _COMPANIONS:
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                archive.add(self.folder.checkpoints / MODEL_FOLDER, MODEL_FOLDER)
+            return packed.getvalue()
+        if rank not in self._served:
+            self._served[rank] = super().manifest(self._held.name.of(rank))
+        manifest = self._served[rank]
+        if kind == _MANIFEST:
+            return files.content_of(self.folder.checkpoints / manifest.file_name)
+        return super().state_file(manifest) if kind == _STATE else super().page(manifest, page)

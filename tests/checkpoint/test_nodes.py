@@ -1,0 +1,135 @@
+"""Tests of checkpoints on nodes with private drives: what is where, replicas, and nodes that return without files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.errors import CheckpointError
+from infinity_tools.cli import app
+from support.ranks import RankFailedError, RankPool
+from support.separate_nodes import different, resume, save, train_on
+
+
+def command(*words: object) -> tuple[int, str]:
+    """Run `infinity`; return its status and its output on one line."""
+    done = CliRunner().invoke(app, [*map(str, words)])
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.fixture(scope="module")
+def sharded(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of step 2 of a model that is sharded over two nodes."""
+    place = tmp_path_factory.mktemp("sharded")
+    pair.run(save, str(place))
+    return place
+
+
+def test_store_names_hosts_of_other_ranks(sharded: Path) -> None:
+    """Verifying the pages of one node must not look like verifying the checkpoint."""
+    nvme = sharded / "node0/nvme0"
+    status, output = command("store", "ls", nvme)
+    assert (status, "1 of 2 ranks; rank 1 on node1" in output) == (0, True), output
+    for words in (["verify"], ["scrub"]):
+        status, output = command("store", *words, nvme)
+        assert "pages are intact" in output
+        assert (status, "not read: rank 1 on node1." in output) == (0, True), output
+    found = json.loads(command("store", "verify", sharded / "node1/nvme0", "--json")[1])
+    assert [(item["step"], item["files"]) for item in found["elsewhere"]] == [(2, "rank 0 on node0")]
+    status, output = command("export", nvme, "--out", sharded / "exported")
+    assert status == 2
+    assert "rank 1 on node1" in output
+
+
+def test_gc_keeps_parts_of_other_nodes_checkpoints(sharded: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(sharded / "node0/nvme0", tmp_path / "nvme0")
+    assert "removed 0 items" in command("store", "gc", place, "--yes")[1]
+
+
+def test_replicas_of_hsdp_are_interchangeable(pair: RankPool, tmp_path: Path) -> None:
+    """One node's folder is lost: resume on one and on two ranks, verify and export use the other replica."""
+    states = pair.run(save, str(tmp_path), "hsdp")
+    assert different(*states) == []
+    shutil.copytree(tmp_path / "node1", tmp_path / "one/node0")
+    shutil.rmtree(tmp_path / "node0")
+    nvme = tmp_path / "node1/nvme0"
+    assert "rank 0 on node0" in command("store", "ls", nvme)[1]
+    assert command("store", "verify", nvme)[0] == 0
+    status, output = command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
+    assert (status, "step 2" in output) == (0, True), output
+
+    step, state = resume(str(tmp_path / "one"))
+    assert (step, different(state, states[0])) == (2, [])
+    found = pair.run(resume, str(tmp_path), "hsdp")
+    assert [(step, different(state, states[0])) for step, state in found] == [(2, [])] * 2
+
+
+def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -> None:
+    """They resume unchanged on the same ranks. Elsewhere, one replica must be chosen, also if the other one is lost."""
+    states = pair.run(save, str(tmp_path), "local", (2,))
+    assert different(*states) != []
+    found = pair.run(resume, str(tmp_path), "local")
+    assert [step for step, _ in found] == [2, 2]
+    assert [different(state, states[rank]) for rank, (_, state) in enumerate(found)] == [[], []]
+
+    together = tmp_path / "one/node0"
+    for name in ("node0", "node1"):
+        shutil.copytree(tmp_path / name / "nvme0", together / "nvme0", dirs_exist_ok=True)
+    nvme = together / "nvme0"
+    choice = "replica 0: rank 0 on node0, replica 1: rank 1 on node1"
+    status, output = command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
+    assert (status, choice in output) == (2, True), output
+    assert command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported", "--replica", "1")[0] == 0
+    with pytest.raises(CheckpointError, match=choice):
+        resume(str(tmp_path / "one"))
+    step, state = resume(str(tmp_path / "one"), resume_replica=1)
+    assert (step, different(state, states[1])) == (2, [])
+
+    shutil.rmtree(tmp_path / "node0")
+    with pytest.raises(RankFailedError, match=r"rank 0 on node0; replica 1 is present \(run.resume_replica = 1\)"):
+        pair.run(resume, str(tmp_path), "local")
+    found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "local")
+    assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+
+
+def test_ranks_that_run_on_other_hosts_copy_their_state(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
+    """The result equals resuming in the original order."""
+    for name in ("node0", "node1"):
+        shutil.copytree(sharded / name, tmp_path / name)
+    found = pair.run(partial(resume, swapped=True), str(tmp_path))
+    expected = pair.run(resume, str(shutil.copytree(sharded, tmp_path / "usual")))
+    for rank in range(2):
+        assert found[rank][0] == expected[rank][0] == 2
+        assert different(found[rank][1], expected[rank][1]) == []
+
+
+@pytest.mark.parametrize("returns", ["without files", "with an older copy", "with a common checkpoint"])
+def test_nodes_that_return_with_other_files(returns: str, pair: RankPool, tmp_path: Path) -> None:
+    """The newest checkpoint whose slices are all present is resumed. Otherwise, the error names what is missing."""
+    pair.run(save, str(tmp_path), "", (1,))
+    older = shutil.copytree(tmp_path / "node1", tmp_path / "older")
+    retained = 2 if returns == "with a common checkpoint" else 1
+    pair.run(train_on, str(tmp_path), retained)
+    shutil.rmtree(tmp_path / "node1")
+    if returns != "without files":
+        shutil.copytree(older, tmp_path / "node1")
+    if retained == 2:
+        assert [step for step, _ in pair.run(resume, str(tmp_path))] == [1, 1]
+        return
+    with pytest.raises(RankFailedError, match=r"step 2: 1 of 2 ranks; rank 1 on node1") as caught:
+        pair.run(resume, str(tmp_path))
+    assert ("step 1: 1 of 2 ranks; rank 0 on node0" in str(caught.value)) == (returns != "without files")
+
+
+def test_fewer_ranks_read_all_files_of_a_node(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
+    """Both drives are on one node now; the other rank reads from it over the network."""
+    for name in ("node0", "node1"):
+        shutil.copytree(sharded / name / "nvme0", tmp_path / "node0/nvme0", dirs_exist_ok=True)
+    expected = pair.run(resume, str(shutil.copytree(sharded, tmp_path / "usual")))
+    found = pair.run(resume, str(tmp_path))
+    assert [different(state, expected[rank][1]) for rank, (_, state) in enumerate(found)] == [[], []]

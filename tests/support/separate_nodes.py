@@ -1,0 +1,89 @@
+"""Ranks with separate folders and host names, as on nodes with private drives, in the processes of a `RankPool`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import infinity
+from support.resharding import unequal_names
+from support.train import Outcome, Paging, Recipe, offloaded, state_on_nvme, train
+
+RECIPE = Recipe(model="toy", steps=2)
+
+
+@contextmanager
+def node(folder: str, *, meshes: str = "", swapped: bool = False) -> Iterator[Path]:
+    """Act as a node of its own: yield its folder, and return its name as host name.
+
+    Args:
+        folder: Folder of all nodes.
+        meshes: ``hsdp`` for one replica per rank, ``local`` for one replica per rank that FSDP2 does not synchronize.
+        swapped: Whether ranks run on the nodes in reverse order.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    name = f"node{size - 1 - rank if swapped else rank}"
+    place = Path(folder) / name
+    place.mkdir(exist_ok=True)
+    with patch.object(socket, "gethostname", lambda: name):
+        if not meshes:
+            yield place
+            return
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        chosen: DeviceMesh = mesh if meshes == "hsdp" else mesh["shard"]
+        with patch.object(infinity, "mesh", lambda *_: chosen):
+            yield place
+
+
+def save(
+    folder: str, meshes: str = "", steps: tuple[int, ...] = (2,), **run: Any
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Train and save a checkpoint after each of `steps`; return this rank's state. Called on every rank."""
+    with (
+        node(folder, meshes=meshes) as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=run) as (model, optimizer),
+    ):
+        for step in steps:
+            train(Recipe(**{**RECIPE.__dict__, "steps": step}), model, optimizer, Outcome(), first=optimizer.steps)
+            optimizer.save_checkpoint()
+        return state_on_nvme(model, optimizer)
+
+
+def resume(folder: str, meshes: str = "", *, swapped: bool = False, **run: Any) -> tuple[int, dict[str, Any]]:
+    """Resume; return the step and this rank's state. Called on every rank."""
+    settings = {"resume": "latest", **run}
+    with (
+        node(folder, meshes=meshes, swapped=swapped) as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (model, optimizer),
+    ):
+        return optimizer.steps, state_on_nvme(model, optimizer)
+
+
+def train_on(folder: str, retained: int) -> None:
+    """Resume, train one step and save a checkpoint. Called on every rank."""
+    settings = {"resume": "latest", "retained_checkpoints": retained}
+    with (
+        node(folder) as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (model, optimizer),
+    ):
+        step = optimizer.steps
+        train(Recipe(**{**RECIPE.__dict__, "steps": step + 1}), model, optimizer, Outcome(), first=step)
+        optimizer.save_checkpoint()
+
+
+def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a rank's state by name and kind."""
+    return {f"{name}/{kind}": value for name, kinds in state.items() for kind, value in kinds.items()}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors of two ranks' states that differ."""
+    return unequal_names(flat(one), flat(other))
