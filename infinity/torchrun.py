@@ -64,7 +64,7 @@ def _options_of_parent() -> list[str]:
 
                 given = get_args_parser().parse_args(words[start + 1 :])
                 options = words[start + 1 : len(words) - 1 - len(given.training_script_args)]
-                return [word for word in options if word not in ("-m", "--module")]
+                return [word for word in options if word not in ("-m", "--module", "--")]
     return []
 
 

@@ -80,7 +80,7 @@ def export(
     writes a torch.distributed.checkpoint folder, from which plain FSDP2 resumes bitwise exactly with `dcp.load` and
     `set_state_dict`.
 
-    If the files of a run are on several nodes, start the command with torchrun on all of them: `torchrun … -m
+    If the files of a run are on several nodes, start the command with torchrun on all of them: `torchrun … -m --
     infinity_tools export …`. Rank 0 writes the export.
     """
     with failures():

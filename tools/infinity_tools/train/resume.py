@@ -139,7 +139,7 @@ def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, st
     out = Path(recipe["output_dir"])
     folders = shlex.join(str(root.parent) for root in run.roots)
     nodes = ranks.world_size // ranks.local_world_size
-    infinity, more, everywhere = ["infinity"], [], ""
+    infinity, more = ["infinity"], []
     if nodes > 1:
         start, everywhere = torchrun.several_nodes(nodes, ranks.local_world_size)
         infinity = [*start, "-m", "infinity_tools"]
@@ -155,12 +155,15 @@ def next_commands(recipe: Recipe, run: RunFolder, step: int, ranks: Ranks, *, st
     export = shlex.join(["export", *(str(root.parent) for root in run.roots), "--run", run.run_id, "--step", str(step)])
     export += f" --out {shlex.quote(str(out / f'step{step}'))}"
     free = f"infinity store rm {folders} {run.run_id}"
-    if not nodes > 1:
+    if nodes == 1:
         return {"export": f"infinity {export}", "resume": resume, "free": free}
     apart = any(checkpoint.absent for checkpoint in held([seen_in(run)]) if checkpoint.name.step == step)
     return {
-        # Without shared drives, no node has the files of all ranks.
-        "export": f"{shlex.join(infinity)} {export}  {everywhere}" if apart else f"infinity {export}",
+        # Without shared drives, no node has the files of all ranks. `--` keeps torchrun from reading `--run` as its own
+        # `--run-path`.
+        "export": f"{shlex.join([*start, '-m', '--', 'infinity_tools'])} {export}  {everywhere}"
+        if apart
+        else f"infinity {export}",
         "resume": f"{resume}  {everywhere}",
         "free": f"{free}  # on each of {nodes} nodes" if apart else free,
     }

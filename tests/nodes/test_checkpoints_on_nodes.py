@@ -1,0 +1,73 @@
+"""Commands and checkpoints of a run on two nodes, each with its own drive."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import SMALL
+from support.nodes import Node, Nodes, Program
+
+
+def run_on_all(nodes: Nodes, start: str, *words: object, order: tuple[int, ...] = (0, 1)) -> list[Program]:
+    """Run `torchrun START WORDS` on every node, with the node ranks of `order`; return the programs after their end."""
+    options = shlex.split(start)
+    assert options[:2] == ["torchrun", "--nnodes=2"]
+    programs = [
+        nodes[order[rank]].command(
+            *_TORCHRUN, *[f"--node-rank={rank}" if word == "--node-rank=0" else word for word in options[1:]], *words
+        )
+        for rank in range(len(order))
+    ]
+    for program in programs:
+        program.wait()
+    return programs
+
+
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.mark.slow
+def test_printed_commands_work_without_shared_drives(tmp_path: Path) -> None:
+    """A run with fixed node ranks is exported and resumed as printed. Then the two hosts change places."""
+    out = tmp_path / "out"
+    with Nodes(tmp_path, 2) as nodes:
+        address = nodes[0].address
+        start = f"torchrun --nnodes=2 --node-rank=0 --nproc-per-node=1 --master-addr={address} --master-port=29500"
+        train = ["-m", "infinity_tools", *SMALL, "--nvme", nodes.local / "drive0", "--out", out]
+        run_on_all(nodes, start, *train, "--max_steps", "1", "--save_steps", "1")
+        commands = json.loads((out / "summary.json").read_text())["next"]
+        listed = infinity(nodes[0], "store", "ls", nodes.local / "drive0")
+        assert "1 of 2 ranks; rank 1 on node1" in listed
+
+        for name in ("export", "resume"):
+            command, _, comment = commands[name].partition("  # ")
+            assert command.startswith(f"{start} -m ")
+            assert comment == "on each of 2 nodes, with its own --node-rank"
+            run_on_all(nodes, start, *shlex.split(command.removeprefix(start)))
+        assert (out / "step1/model.safetensors").exists()
+        assert (out / "step1/config.json").exists()
+        assert steps(out) == (2, 2)
+
+        words = shlex.split(commands["resume"].partition("  # ")[0].removeprefix(start))
+        moved = start.replace(address, nodes[1].address)
+        first, _ = run_on_all(nodes, moved, *words, "--max_steps", "3", order=(1, 0))
+        assert "rank 0 on node0 and rank 1 on node1, where other ranks run now" in " ".join(first.output.split())
+        assert steps(out) == (3, 3)
+
+
+def infinity(node: Node, *words: object) -> str:
+    """Run `infinity WORDS` on a node; return its output on one line."""
+    program = node.infinity(*words)
+    program.wait()
+    return " ".join(program.output.split())
+
+
+def steps(out: Path) -> tuple[int, int]:
+    """Return the first and last step of the last run."""
+    summary = json.loads((out / "summary.json").read_text())
+    return summary["first_step"], summary["last_step"]
