@@ -9,6 +9,9 @@ from infinity.checkpoint.manifest import Manifest
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import read_version
 
+MODEL_FOLDER = "model"
+"""Subfolder of the checkpoint folder with the files for exports."""
+
 
 class CheckpointFiles:
     """Files of a checkpoint in folders of this node. Files are opened for each read and closed afterwards."""

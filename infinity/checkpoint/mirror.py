@@ -20,18 +20,18 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import BinaryIO
-from weakref import finalize
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from infinity import interrupts
 from infinity.checkpoint import manifest as files
+from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
+from infinity.checkpoint.held import HeldCheckpoint, choose, held, usable
 from infinity.checkpoint.manifest import CheckpointName, Manifest, Published
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, CorruptPageError, StorageError
@@ -48,8 +48,6 @@ _MEMORY = 256 * MIB
 """Maximum size, in bytes, of the pages that are copied concurrently, unless a single page is larger."""
 _CHECK_SECONDS = 0.5
 """Interval at which the training thread checks for interrupts while it waits."""
-_COMPANIONS = "model"
-"""Subfolder of the checkpoints that contains the model's configuration and tokenizer."""
 
 
 def is_address(text: str) -> bool:
@@ -103,60 +101,35 @@ class Mirror:
         """Return the manifests of a run, sorted. Raises `OSError`."""
         return files.published_among(self._names(f"{run_id}/checkpoints"))
 
-    def newest(self, step: int = -1, wanted: str = "") -> tuple[str, CheckpointName] | None:
-        """Return the newest run with a complete checkpoint, and its newest checkpoint; ``None`` if there is none.
+    def newest(self, step: int = -1, wanted: str = "", replica: int = -1) -> tuple[str, HeldCheckpoint] | None:
+        """Return the newest run with a usable checkpoint, and its newest checkpoint; ``None`` if there is none.
 
         Args:
             step: step of the checkpoint, or -1 for any step.
             wanted: id of the run, or an empty string for any run.
+            replica: replica to read, or -1 for any.
 
         Raises:
             CheckpointError: if the run has no checkpoint of this step, or if the mirror cannot be read.
         """
         with self._reading("the list of checkpoints"):
             for run_id in [wanted] if wanted else reversed([name for name in self._names("") if is_run_id(name)]):
-                if found := files.complete_checkpoints(self.published(run_id)):
-                    return run_id, files.choose_checkpoint(run_id, found, step)
+                found = held([(self.published(run_id), {})])
+                if usable(found, replica):
+                    return run_id, choose(run_id, found, step, replica)
         return None
 
-    def reader(self, run_id: str, checkpoint: CheckpointName) -> CheckpointReader:
-        """Return a reader of a checkpoint. Its small files are copied to a temporary folder, which it owns.
+    def reader(self, run_id: str, checkpoint: HeldCheckpoint, replica: int = -1) -> CheckpointReader:
+        """Return a reader of a checkpoint. Raises `CheckpointError` if a file cannot be read or is malformed."""
+        access = MirrorFiles(self, run_id)
+        return CheckpointReader(access.folder, checkpoint, replica=replica, access=access)
 
-        Raises:
-            CheckpointError: if a file cannot be read or is malformed.
-        """
-        folder = TemporaryDirectory(prefix="infinity-mirror-")
-        try:
-            run = self._download(run_id, checkpoint, Path(folder.name))
-            reader = CheckpointReader(run, checkpoint, read_page=partial(self.read_page, run_id))
-        except BaseException:
-            folder.cleanup()
-            raise
-        finalize(reader, folder.cleanup)
-        return reader
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. Raises `CheckpointError`."""
+        with self._reading(name):
+            return bytes(self._files.cat_file(self._at(name)))
 
-    def _download(self, run_id: str, checkpoint: CheckpointName, folder: Path) -> RunFolder:
-        """Copy everything except pages to a local folder, and return the folders of the run there.
-
-        Raises:
-            CheckpointError: if a file cannot be read.
-        """
-        run = RunFolder.of([folder], run_id)
-        run.checkpoints.mkdir(parents=True)
-        names = [checkpoint.of(rank) for rank in range(checkpoint.world_size)]
-        found = {name for each in names for name in (each.file_name, each.state_file)}
-        with self._reading(str(checkpoint)):
-            root = self._at(f"{run_id}/checkpoints/")
-            for name in self._files.find(f"{root}{_COMPANIONS}"):
-                inner = name.rpartition(f"{run_id}/checkpoints/")[2]
-                if ".." not in Path(inner).parts and not Path(inner).is_absolute():
-                    found.add(inner)
-            for name in sorted(found):
-                (run.checkpoints / name).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(root + name, str(run.checkpoints / name))
-        return run
-
-    def read_page(self, run_id: str, rank: int, page: int, version: Version, name: str) -> memoryview:
+    def read_page(self, file: str, page: int, version: Version, name: str) -> memoryview:
         """Return the bytes of a version of a page.
 
         Args:
@@ -166,14 +139,24 @@ class Mirror:
             StorageError: if the file cannot be read.
             CorruptPageError: if it does not match the checksum.
         """
-        file, length = self._at(_page_file(run_id, rank, page, version)), version.extent.length
+        at, length = f"{self}/{file}", version.extent.length
         try:
-            data = memoryview(bytearray(self._files.cat_file(file)))
+            data = memoryview(bytearray(self._files.cat_file(self._at(file))))
         except OSError as error:
-            raise StorageError("read", file, 0, length, error.errno, error.strerror or str(error)) from error
+            raise StorageError("read", at, 0, length, error.errno, error.strerror or str(error)) from error
         if (found := checksum(page, data)) != version.checksum:
-            raise CorruptPageError(name, file, 0, length, version.checksum, found)
+            raise CorruptPageError(name, at, 0, length, version.checksum, found)
         return data
+
+    def download(self, folder: str, target: Path) -> None:
+        """Copy the files of a folder, and of its subfolders, to a local folder. Raises `CheckpointError`."""
+        with self._reading(folder):
+            root = self._at(folder).rstrip("/") + "/"
+            for name in self._files.find(root):
+                inner = Path(name.rpartition(f"/{folder}/")[2])
+                if ".." not in inner.parts and not inner.is_absolute():
+                    (target / inner).parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(name, str(target / inner))
 
     # Writing #
 
@@ -204,10 +187,6 @@ class Mirror:
         """Create a folder, if the file system has folders. Raises `OSError`."""
         self._files.makedirs(self._at(name), exist_ok=True)
 
-    def read(self, name: str) -> bytes:
-        """Return the content of a file. Raises `OSError`."""
-        return bytes(self._files.cat_file(self._at(name)))
-
     def remove(self, names: Collection[str]) -> None:
         """Remove files. Raises `OSError`."""
         if names:
@@ -222,8 +201,49 @@ def _page_name(page: int, version: Version) -> str:
     return f"{page}-{version.checksum:016x}"
 
 
-def _page_file(run_id: str, rank: int, page: int, version: Version) -> str:
-    return f"{_page_folder(run_id, rank)}/{_page_name(page, version)}"
+class MirrorFiles(CheckpointFiles):
+    """Files of a checkpoint in a mirror. Files are read when they are used."""
+
+    def __init__(self, mirror: Mirror, run_id: str) -> None:
+        super().__init__(RunFolder.of([mirror.address], run_id))
+        self._mirror, self._run_id = mirror, run_id
+        self._companions: TemporaryDirectory[str] | None = None
+
+    def manifest(self, name: Published) -> Manifest:
+        """Return a manifest. Raises `CheckpointError`."""
+        file = f"{self._run_id}/checkpoints/{name.file_name}"
+        return files.decode_manifest(Path(file), self._mirror.read(file))
+
+    def state_path(self, manifest: Manifest) -> Path:
+        """Return the path of a state file, for messages."""
+        return Path(self._run_id, "checkpoints", manifest.state_file)
+
+    def state_file(self, manifest: Manifest) -> bytes:
+        """Return the verified contents of a state file. Raises `CheckpointError`."""
+        content = self._mirror.read(str(self.state_path(manifest)))
+        if files.checksum_of(content) != manifest.state_checksum:
+            raise CheckpointError(f"{manifest.state_file} in the mirror {self._mirror} does not match its checksum")
+        return content
+
+    def page(self, manifest: Manifest, page: int) -> memoryview:
+        """Return the verified contents of a page. Raises `StorageError` or `CorruptPageError`."""
+        version = manifest.pages[page]
+        file = f"{_page_folder(self._run_id, manifest.rank)}/{_page_name(page, version)}"
+        return self._mirror.read_page(file, page, version, manifest.layout.page_name(page))
+
+    @property
+    def checkpoints(self) -> Path:
+        """Temporary folder with a copy of the files for exports. Raises `CheckpointError`."""
+        if self._companions is None:
+            self._companions = TemporaryDirectory(prefix="infinity-mirror-")
+            target = Path(self._companions.name, MODEL_FOLDER)
+            self._mirror.download(f"{self._run_id}/checkpoints/{MODEL_FOLDER}", target)
+        return Path(self._companions.name)
+
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        if self._companions is not None:
+            self._companions.cleanup()
 
 
 class _StoppedError(Exception):
@@ -348,10 +368,10 @@ class MirrorWriter:
             raise _StoppedError
         file = self._folder.data_file(version.extent.path, self._rank)
         data = read_version(file, page, version, manifest.layout.page_name(page))
-        self._mirror.write(_page_file(self._folder.run_id, self._rank, page, version), data)
+        self._mirror.write(f"{_page_folder(self._folder.run_id, self._rank)}/{_page_name(page, version)}", data)
 
     def _companions(self) -> list[str]:
-        folder = self._folder.checkpoints / _COMPANIONS
+        folder = self._folder.checkpoints / MODEL_FOLDER
         return [str(file.relative_to(self._folder.checkpoints)) for file in folder.rglob("*") if file.is_file()]
 
     def _remove_others(self, item: _Copy) -> None:
@@ -361,7 +381,11 @@ class MirrorWriter:
         """
         mirror, run_id = self._mirror, self._folder.run_id
         published = mirror.published(run_id)
-        keep = {item.manifest.name.checkpoint, *item.retained, *files.complete_checkpoints(published)[-1:]}
+        keep = {
+            item.manifest.name.checkpoint,
+            *item.retained,
+            *(each.name for each in usable(held([(published, {})]))[-1:]),
+        }
         own = [name for name in published if name.rank == self._rank]
         gone = [name for name in own if name.checkpoint not in keep]
         mirror.remove([f"{run_id}/checkpoints/{name.file_name}" for name in gone])

@@ -29,8 +29,6 @@ from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
 _CACHED_PAGES = 4
-ReadPage = Callable[[int, int, Version, str], memoryview]
-"""Function that returns the verified bytes of a page. Arguments: rank, page, version, and readable name of the page."""
 
 
 class CheckpointReader(FullState):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.checkpoint import manifest as files
-from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, Published
 from infinity.errors import CheckpointError, CorruptPageError, InfinityError
@@ -35,8 +35,6 @@ _STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS = range(5)
 _REQUEST, _HEADER, _DATA = 1, 2, 3  # tags of messages
 _IDLE = timedelta(days=7)  # a rank may not be asked for anything while others read for hours
 _CLOSE_SECONDS = 30.0
-MODEL_FOLDER = "model"
-"""Subfolder of the checkpoint folder with the files for exports."""
 
 
 def open_files(folder: RunFolder, ranks: Ranks, checkpoint: HeldCheckpoint) -> CheckpointFiles:

@@ -113,10 +113,11 @@ class ClaimedPaths:
 
     def _open_mirrored(self, address: str) -> bool:
         """Open the checkpoint of a mirror to resume from. Return ``False`` if it has none."""
-        ranks, step = self.ranks, self.settings.run.resume_step
-        found = ranks.on_first("looking for checkpoints in the mirror", lambda: Mirror(address).newest(step))
+        ranks, step, replica = self.ranks, self.settings.run.resume_step, self.settings.run.resume_replica
+        looking = "looking for checkpoints in the mirror"
+        found = ranks.on_first(looking, lambda: Mirror(address).newest(step, replica=replica))
         if found is not None:
-            self.mirrored = ranks.together("reading the mirror", lambda: Mirror(address).reader(*found))
+            self.mirrored = ranks.together("reading the mirror", lambda: Mirror(address).reader(*found, replica))
         return found is not None
 
     @property
@@ -149,7 +150,7 @@ class ClaimedPaths:
             with suppress(OSError, CheckpointError):
                 manifest = self.checkpoints[-1].name.of(self.ranks.rank).file_name
                 return read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
-        return self.mirrored.manifest(0).layout.page_bytes if self.mirrored is not None else 0
+        return self.mirrored.first.layout.page_bytes if self.mirrored is not None else 0
 
     def release(self, cause: BaseException) -> None:
         """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over."""

@@ -163,7 +163,7 @@ def test_checkpoint_stays_readable_while_it_is_copied(tmp_path: Path) -> None:
     assert copied == [1, 6]
     run_id, checkpoint = Mirror(address).newest() or ("", None)
     assert checkpoint is not None
-    assert checkpoint.step == 6
+    assert checkpoint.name.step == 6
     reader = Mirror(address).reader(run_id, checkpoint)
     assert unequal_names(all_tensors(reader), all_tensors(newest_checkpoint(tmp_path))) == []
 
@@ -186,7 +186,7 @@ def test_failed_copy_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
         assert "network is down" in caplog.text
         assert Mirror(address).newest() is None
         session.run(until=6)
-    assert Mirror(address).newest()[1].step == 6  # type: ignore[index]
+    assert Mirror(address).newest()[1].name.step == 6  # type: ignore[index]
 
 
 def _die_while_copying(folder: str, address: str) -> None:

@@ -103,10 +103,12 @@ def export(
             _write(reader, out, to, dtype, merge=merge, file_bytes=file_bytes, config=config, json=json)
 
         wanted = -1 if step is None else step, -1 if replica is None else replica
-        if torchrun.launched() and torchrun.number("WORLD_SIZE", 1) > 1:
-            _export_together(paths, run, *wanted, write)
+        if "://" in paths[0]:
+            write(_mirrored(paths, run, *wanted))
+        elif torchrun.launched() and torchrun.number("WORLD_SIZE", 1) > 1:
+            _export_together([Path(path) for path in paths], run, *wanted, write)
         else:
-            write(_open(paths, run, *wanted))
+            write(_open([Path(path) for path in paths], run, *wanted))
 
 
 def _open(paths: list[Path], run: str, step: int, replica: int) -> CheckpointReader:
@@ -206,36 +208,17 @@ def _write(
         )
 
 
-def _stored(paths: list[str], run: str, step: int | None) -> CheckpointReader:
-    """Return a reader of a checkpoint in the folders of a run."""
-    from infinity.checkpoint.reader import CheckpointReader
-    from infinity.store.marker import passed_over
-    from infinity_tools.stored_runs import stored_runs
-
-    passed: dict[Path, str] = {}
-    runs = {found.run_id: found for found in stored_runs([Path(path) for path in paths], passed)}
-    checkpointed = [found.run_id for found in runs.values() if found.checkpoints]
-    if (run and run not in runs) or (not run and not checkpointed):
-        raise CheckpointError(f"no checkpoint of {run or 'any run'} in {', '.join(paths)} "
-                              f"(runs with a checkpoint: {', '.join(checkpointed) or 'none'})"
-                              f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
-    chosen = runs[run or checkpointed[-1]]
-    if chosen.owner is not None:
-        raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
-    return CheckpointReader(chosen.folder, -1 if step is None else step)
-
-
-def _mirrored(paths: list[str], run: str, step: int | None) -> CheckpointReader:
+def _mirrored(paths: list[str], run: str, step: int, replica: int) -> CheckpointReader:
     """Return a reader of a checkpoint in a mirror."""
     from infinity.checkpoint.mirror import Mirror
 
     if len(paths) > 1:
         raise ConfigError(f"a mirror has one address, but {len(paths)} were given")
     mirror = Mirror(paths[0])
-    found = mirror.newest(-1 if step is None else step, run)
+    found = mirror.newest(step, run, replica)
     if found is None:
         raise CheckpointError(f"the mirror {mirror} contains no complete checkpoint{' of ' * bool(run)}{run}")
-    return mirror.reader(*found)
+    return mirror.reader(*found, replica)
 
 
 def _config(file: Path) -> dict[str, Any]:
