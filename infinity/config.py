@@ -6,6 +6,7 @@ Every field carries its documentation. `make docs` generates `docs/reference/set
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -199,8 +200,8 @@ class RunConfig:
         "",
         "Run to resume: a run id, or `latest` for the newest run with a complete checkpoint. `auto`: like `latest`, "
         "but start a new run if there is no checkpoint (a damaged or mismatched checkpoint still raises an error). "
-        "With `mirror`, `latest` and `auto` resume from the mirror if `storage.paths` have no complete checkpoint. The "
-        "address of a mirror: its newest run. Empty: start a new run.",
+        "With `mirror`, the run resumes from the mirror if `storage.paths` have no complete checkpoint, or only an "
+        "older one. The address of a mirror: its newest run. Empty: start a new run.",
     )
     resume_paths: tuple[str, ...] = setting(
         (),
@@ -250,6 +251,28 @@ class RunConfig:
         "Whether `close()` keeps the files of the run. `auto`: only if the run has a checkpoint. `always`: keep all "
         "files. `never`: remove all files, including checkpoints.",
     )
+
+    def __post_init__(self) -> None:
+        for name in ("mirror", "resume"):
+            check_address(f"run.{name}", getattr(self, name))
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of fsspec, such as ``s3://bucket/run``."""
+    return "://" in text
+
+
+def check_address(what: str, address: str) -> None:
+    """Check that an address contains no password, which would be shown in messages and files.
+
+    Raises:
+        ConfigError: if it does.
+    """
+    if re.search(r"://[^@]*:[^@]*@", address):
+        raise ConfigError(
+            f"{what} contains a password. Remove it, and pass credentials in the environment or in fsspec's "
+            "configuration."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +412,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             'run.resume_paths is set, but run.resume is empty. Set run.resume to "latest" or to a run id.'
         )
-    if config.run.mirror and "://" not in config.run.mirror:
+    if config.run.mirror and not is_address(config.run.mirror):
         raise ConfigError(
             f"run.mirror = {config.run.mirror!r} has no protocol. For a folder, set it to "
             f'"file://{os.path.abspath(config.run.mirror)}".'
@@ -404,7 +427,7 @@ def check_config(config: Config) -> None:
             f'run.resume_step = {config.run.resume_step}, but run.resume is empty. Set run.resume to "latest" or to a '
             "run id."
         )
-    if "://" in config.run.resume and config.run.resume_paths:
+    if is_address(config.run.resume) and config.run.resume_paths:
         raise ConfigError("run.resume is the address of a mirror, so run.resume_paths has no effect. Remove it.")
     if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
         name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"

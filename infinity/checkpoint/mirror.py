@@ -13,71 +13,84 @@ manifest last, and a checkpoint is complete if the manifests of all ranks are pr
 
 from __future__ import annotations
 
-import logging
-import re
+import secrets
 import shutil
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import BinaryIO
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from infinity import interrupts
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
-from infinity.checkpoint.held import HeldCheckpoint, choose, held, usable
-from infinity.checkpoint.manifest import CheckpointName, Manifest, Published
+from infinity.checkpoint.held import HeldCheckpoint, held, usable
+from infinity.checkpoint.manifest import Manifest, Published
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.errors import CheckpointError, ConfigError, CorruptPageError, StorageError
-from infinity.io.pace import Pace
+from infinity.config import check_address
+from infinity.errors import CheckpointError, ConfigError, CorruptPageError, InfinityError, StorageError
 from infinity.store.folder import RunFolder
 from infinity.store.marker import is_run_id
-from infinity.store.page_store import PageStore, Version, checksum, read_version
-from infinity.units import MIB
-
-_log = logging.getLogger("infinity")
-_TOGETHER = 4
-"""Maximum number of pages that are copied concurrently, because an object store answers slowly."""
-_MEMORY = 256 * MIB
-"""Maximum size, in bytes, of the pages that are copied concurrently, unless a single page is larger."""
-_CHECK_SECONDS = 0.5
-"""Interval at which the training thread checks for interrupts while it waits."""
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is an address of fsspec with a protocol, such as ``s3://bucket/run``."""
-    return re.match(r"[a-z0-9+.-]+://", text) is not None
+from infinity.store.page_store import Version, checksum
 
 
 class Mirror:
     """Folder that contains copies of checkpoints. [Note: mirror]
 
     Args:
-        address: folder, or address of fsspec such as ``s3://bucket/run``. Credentials are taken from fsspec's
-            configuration or from the environment.
+        address: address of fsspec, such as ``s3://bucket/run``. Credentials are taken from fsspec's configuration or
+            from the environment.
 
     Raises:
-        ConfigError: if the address cannot be opened, for example because the package for its protocol is missing.
+        ConfigError: if the address contains a password, or cannot be opened, for example because the package for its
+            protocol is missing.
     """
 
     def __init__(self, address: str) -> None:
-        self.address = re.sub(r"(?<=://)[^/@]*@", "", address)
-        """The address without credentials, for messages."""
+        check_address("the address of the mirror", address)
+        self.address = address
+        """Address of the folder."""
         try:
             self._files, self._root = url_to_fs(address)
         except Exception as error:  # of any type, because every protocol has its own package
-            raise ConfigError(f"the mirror {self.address} cannot be opened: {error}") from error
+            raise ConfigError(f"the mirror {address} cannot be opened: {error}") from error
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Check that files can be written to the mirror.
+
+        Args:
+            paths: the NVMe paths of the run.
+
+        Raises:
+            ConfigError: if they cannot, or if the mirror is on one of these paths.
+        """
+        if isinstance(self._files, LocalFileSystem):
+            root = Path(self._root).resolve()
+            for path in map(Path, paths):
+                if root.is_relative_to(path.resolve()):
+                    raise ConfigError(
+                        f"run.mirror = {self.address!r} is in {str(path)!r}, a folder of storage.paths. Set it to a "
+                        "folder on other drives."
+                    )
+        name = f"check-{secrets.token_hex(8)}"
+        try:
+            if isinstance(self._files, LocalFileSystem):  # elsewhere, a wrong address could create a new bucket
+                self.make_folder("")
+            self.write(name, b"")
+            self.remove([name])
+        except Exception as error:
+            raise ConfigError(
+                f"run.mirror = {self.address!r} cannot be written: {type(error).__name__}: {error}. Check the address, "
+                "the credentials and the network."
+            ) from error
 
     def __str__(self) -> str:
         return self.address
 
-    def _names(self, folder: str) -> list[str]:
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files and folders in a folder, sorted."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._at(folder), detail=False)
@@ -92,14 +105,17 @@ class Mirror:
     def _reading(self, name: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            raise CheckpointError(f"{name} cannot be read from the mirror {self}: {error}") from error
+        except InfinityError:
+            raise
+        except Exception as error:  # of any type, because every protocol has its own package
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{name} cannot be read from the mirror {self}: {why}") from error
 
     # Reading #
 
     def published(self, run_id: str) -> list[Published]:
         """Return the manifests of a run, sorted. Raises `OSError`."""
-        return files.published_among(self._names(f"{run_id}/checkpoints"))
+        return files.published_among(self.names(f"{run_id}/checkpoints"))
 
     def newest(self, step: int = -1, wanted: str = "", replica: int = -1) -> tuple[str, HeldCheckpoint] | None:
         """Return the newest run with a usable checkpoint, and its newest checkpoint; ``None`` if there is none.
@@ -110,13 +126,14 @@ class Mirror:
             replica: replica to read, or -1 for any.
 
         Raises:
-            CheckpointError: if the run has no checkpoint of this step, or if the mirror cannot be read.
+            CheckpointError: if the mirror cannot be read.
         """
         with self._reading("the list of checkpoints"):
-            for run_id in [wanted] if wanted else reversed([name for name in self._names("") if is_run_id(name)]):
+            for run_id in [wanted] if wanted else reversed([name for name in self.names("") if is_run_id(name)]):
                 found = held([(self.published(run_id), {})])
-                if usable(found, replica):
-                    return run_id, choose(run_id, found, step, replica)
+                if complete := [each for each in usable(found, replica) if step in (-1, each.name.step)]:
+                    # Not the highest step: the run may have resumed from an earlier step in the meantime.
+                    return run_id, max(complete, key=lambda each: each.name.identity)
         return None
 
     def reader(self, run_id: str, checkpoint: HeldCheckpoint, replica: int = -1) -> CheckpointReader:
@@ -142,8 +159,8 @@ class Mirror:
         at, length = f"{self}/{file}", version.extent.length
         try:
             data = memoryview(bytearray(self._files.cat_file(self._at(file))))
-        except OSError as error:
-            raise StorageError("read", at, 0, length, error.errno, error.strerror or str(error)) from error
+        except Exception as error:
+            raise StorageError("read", at, 0, length, getattr(error, "errno", None), str(error)) from error
         if (found := checksum(page, data)) != version.checksum:
             raise CorruptPageError(name, at, 0, length, version.checksum, found)
         return data
@@ -160,17 +177,17 @@ class Mirror:
 
     # Writing #
 
-    def page_sizes(self, run_id: str, rank: int) -> dict[str, int]:
-        """Return the sizes of the page files of a rank, by name. Raises `OSError`."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the files in a folder, by name."""
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._at(_page_folder(run_id, rank)), detail=True)
+            found = self._files.ls(self._at(folder), detail=True)
         except FileNotFoundError:
             return {}
         return {each["name"].rpartition("/")[2]: each["size"] or 0 for each in found}
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file. Raises `OSError`."""
+        """Write a file."""
         self._files.pipe_file(self._at(name), bytes(data))
 
     def write_from(self, name: str, source: BinaryIO) -> None:
@@ -187,17 +204,19 @@ class Mirror:
         """Create a folder, if the file system has folders. Raises `OSError`."""
         self._files.makedirs(self._at(name), exist_ok=True)
 
-    def remove(self, names: Collection[str]) -> None:
-        """Remove files. Raises `OSError`."""
+    def remove(self, names: Collection[str], *, recursive: bool = False) -> None:
+        """Remove files or, if `recursive`, folders with their content."""
         if names:
-            self._files.rm([self._at(name) for name in names])
+            self._files.rm([self._at(name) for name in names], recursive=recursive)
 
 
-def _page_folder(run_id: str, rank: int) -> str:
+def page_folder(run_id: str, rank: int) -> str:
+    """Return the folder with the pages of a rank."""
     return f"{run_id}/pages/rank{rank:05d}"
 
 
-def _page_name(page: int, version: Version) -> str:
+def page_name(page: int, version: Version) -> str:
+    """Return the name of the file with a version of a page."""
     return f"{page}-{version.checksum:016x}"
 
 
@@ -206,6 +225,8 @@ class MirrorFiles(CheckpointFiles):
 
     def __init__(self, mirror: Mirror, run_id: str) -> None:
         super().__init__(RunFolder.of([mirror.address], run_id))
+        self.address = mirror.address
+        """Address of the mirror."""
         self._mirror, self._run_id = mirror, run_id
         self._companions: TemporaryDirectory[str] | None = None
 
@@ -228,7 +249,7 @@ class MirrorFiles(CheckpointFiles):
     def page(self, manifest: Manifest, page: int) -> memoryview:
         """Return the verified contents of a page. Raises `StorageError` or `CorruptPageError`."""
         version = manifest.pages[page]
-        file = f"{_page_folder(self._run_id, manifest.rank)}/{_page_name(page, version)}"
+        file = f"{page_folder(self._run_id, manifest.rank)}/{page_name(page, version)}"
         return self._mirror.read_page(file, page, version, manifest.layout.page_name(page))
 
     @property
@@ -244,157 +265,3 @@ class MirrorFiles(CheckpointFiles):
         """Remove the temporary folder."""
         if self._companions is not None:
             self._companions.cleanup()
-
-
-class _StoppedError(Exception):
-    """The run ends before a copy is complete."""
-
-
-@dataclass
-class _Copy:
-    """A checkpoint to copy. Its page versions are kept until then."""
-
-    manifest: Manifest
-    content: bytes
-    """Bytes of the manifest."""
-    state: BinaryIO
-    """The state file. It stays readable after a later checkpoint has removed it."""
-    retained: Collection[CheckpointName]
-    """Checkpoints that the run retains."""
-
-
-class MirrorWriter:
-    """Copies the checkpoints of one rank to a mirror, on threads of its own.
-
-    One checkpoint is copied at a time, and then the newest one, so checkpoints in between may be skipped. The page
-    versions of the checkpoint that is copied stay on the drives. If a copy fails, a warning is logged, and the next
-    checkpoint is copied instead. `copy`, `finish` and `close` are called on the training thread.
-
-    Args:
-        rate: maximum number of bytes per second; 0 for no limit.
-    """
-
-    def __init__(self, mirror: Mirror, folder: RunFolder, rank: int, store: PageStore, rate: float) -> None:
-        self._mirror, self._folder, self._rank, self._store = mirror, folder, rank, store
-        self._pace = Pace(rate)
-        self._thread = ThreadPoolExecutor(1, "infinity-mirror")
-        self._lock = Lock()
-        self._waiting: _Copy | None = None  # guarded by the lock
-        self._running: Future[None] | None = None  # last job of the thread, which takes `_waiting`; as above
-
-    def copy(self, name: Published, retained: Collection[CheckpointName]) -> None:
-        """Copy a published checkpoint that the run retains, and remove the copies of others.
-
-        Args:
-            retained: checkpoints whose copies are kept.
-
-        Raises:
-            OSError, CheckpointError: if the files of the checkpoint cannot be read.
-        """
-        file = self._folder.checkpoints / name.file_name
-        state = (self._folder.checkpoints / name.state_file).open("rb")
-        item = _Copy(files.read_manifest(file, decode=False), file.read_bytes(), state, tuple(retained))
-        self._store.keep(item.manifest.pages)
-        with self._lock:
-            replaced, self._waiting = self._waiting, item
-            if self._running is None or self._running.done():
-                self._running = self._thread.submit(self._run)
-        if replaced is not None:
-            self._end(replaced)
-
-    def finish(self) -> None:
-        """Wait until the newest checkpoint has been copied, or has failed to be copied."""
-        while self._running is not None and not wait([self._running], _CHECK_SECONDS).done:
-            interrupts.check()
-
-    def close(self) -> None:
-        """Stop copying. The next start of the run copies the rest."""
-        self._pace.stopped.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._waiting is not None:
-            self._end(self._waiting)
-
-    def _end(self, item: _Copy) -> None:
-        item.state.close()
-        self._store.release(item.manifest.pages)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                item, self._waiting = self._waiting, None
-                if item is None:
-                    self._running = None
-                    return
-            what = f"the checkpoint of step {item.manifest.step}"
-            try:
-                self._copy(item)
-                self._remove_others(item)
-                _log.info("copied %s to %s", what, self._mirror)
-            except _StoppedError:
-                return
-            except Exception as error:  # of any type, because every protocol has its own package
-                _log.warning(
-                    "%s of rank %d was not copied to %s: %s: %s; the next checkpoint will be",
-                    what, self._rank, self._mirror, type(error).__name__, error,
-                )  # fmt: skip
-            finally:
-                self._end(item)
-
-    def _copy(self, item: _Copy) -> None:
-        manifest, mirror, run_id = item.manifest, self._mirror, self._folder.run_id
-        for folder in (f"{run_id}/checkpoints", _page_folder(run_id, self._rank)):
-            mirror.make_folder(folder)
-        there = mirror.page_sizes(run_id, self._rank)
-        missing = [
-            (page, version)
-            for page, version in manifest.pages.items()
-            if there.get(_page_name(page, version)) != version.extent.length
-        ]
-        together = max(1, min(_TOGETHER, _MEMORY // manifest.layout.page_bytes))
-        with ThreadPoolExecutor(together, "infinity-mirror") as pool:
-            left = iter(missing)
-            while batch := list(islice(left, together)):  # `map` alone would go through all pages after a failure
-                list(pool.map(lambda each: self._copy_page(manifest, *each), batch))
-        for name in self._companions() if self._rank == 0 else ():
-            target = f"{run_id}/checkpoints/{name}"
-            mirror.make_folder(target.rpartition("/")[0])
-            mirror.write(target, (self._folder.checkpoints / name).read_bytes())
-        mirror.write_from(f"{run_id}/checkpoints/{manifest.state_file}", item.state)
-        mirror.publish(f"{run_id}/checkpoints/{manifest.file_name}", item.content)
-
-    def _copy_page(self, manifest: Manifest, page: int, version: Version) -> None:
-        self._pace.wait(version.extent.length)
-        if self._pace.stopped.is_set():
-            raise _StoppedError
-        file = self._folder.data_file(version.extent.path, self._rank)
-        data = read_version(file, page, version, manifest.layout.page_name(page))
-        self._mirror.write(f"{_page_folder(self._folder.run_id, self._rank)}/{_page_name(page, version)}", data)
-
-    def _companions(self) -> list[str]:
-        folder = self._folder.checkpoints / MODEL_FOLDER
-        return [str(file.relative_to(self._folder.checkpoints)) for file in folder.rglob("*") if file.is_file()]
-
-    def _remove_others(self, item: _Copy) -> None:
-        """Remove this rank's copies of checkpoints that are not retained, manifests first.
-
-        The newest complete checkpoint stays, because other ranks may not have copied this one yet.
-        """
-        mirror, run_id = self._mirror, self._folder.run_id
-        published = mirror.published(run_id)
-        keep = {
-            item.manifest.name.checkpoint,
-            *item.retained,
-            *(each.name for each in usable(held([(published, {})]))[-1:]),
-        }
-        own = [name for name in published if name.rank == self._rank]
-        gone = [name for name in own if name.checkpoint not in keep]
-        mirror.remove([f"{run_id}/checkpoints/{name.file_name}" for name in gone])
-        mirror.remove([f"{run_id}/checkpoints/{name.state_file}" for name in gone])
-        needed = {_page_name(page, version) for page, version in item.manifest.pages.items()}
-        for name in own:
-            if name.checkpoint in keep and name != item.manifest.name:
-                file = Path(run_id, "checkpoints", name.file_name)
-                manifest = files.decode_manifest(file, mirror.read(str(file)), decode=False)
-                needed |= {_page_name(page, version) for page, version in manifest.pages.items()}
-        stray = mirror.page_sizes(run_id, self._rank).keys() - needed
-        mirror.remove([f"{_page_folder(run_id, self._rank)}/{name}" for name in sorted(stray)])

@@ -35,7 +35,7 @@ from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.held import HeldCheckpoint, Seen, choose, held, problems, seen_in, usable
 from infinity.checkpoint.manifest import CheckpointName, Manifest
-from infinity.checkpoint.mirror import MirrorWriter
+from infinity.checkpoint.mirror_writer import MirrorWriter
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
 from infinity.checkpoint.parts import Part, digest_of_content, digest_of_slices, host_name
@@ -106,8 +106,8 @@ class CheckpointWriter:
         """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
         self._read_back = False
         """``True`` once the state of modules has been restored from the data of a checkpoint."""
-        if self._checkpoints:  # an earlier start may have ended before it was copied
-            self._copy_to_mirror(self._checkpoints[max(self._checkpoints)])
+        if mirror is not None and found:  # an earlier start may have ended before it was copied
+            mirror.published(found[-1], tuple(self._checkpoints.values()), ranks.collect(mirror.progress))
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
@@ -170,6 +170,8 @@ class CheckpointWriter:
         self._store.keep(versions)
         self._not_flushed.append(versions)
 
+        published: list[Manifest] = []
+
         def write() -> None:
             model_state.check_persistent(model, self._described.buffers)
             data = model_state.save_tensors(model, outermost, ignored)
@@ -203,6 +205,7 @@ class CheckpointWriter:
             self._space.hold(self._to_come - 1)
             write_durably(self._folder.checkpoints / manifest.state_file, data)
             files.write_manifest(self._folder.checkpoints, manifest)
+            published.append(manifest)
             self._space.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
 
         self._ranks.together(f"checkpoint of step {step}", write, undo=lambda: self._withdraw(checkpoint, versions))
@@ -224,14 +227,9 @@ class CheckpointWriter:
         while removed and self._not_flushed:
             self._store.release(self._not_flushed.pop())
         self._space.hold(self._to_come)
-        self._copy_to_mirror(checkpoint)
-
-    def _copy_to_mirror(self, checkpoint: CheckpointName) -> None:
         if self._mirror is not None:
-            try:
-                self._mirror.copy(checkpoint.of(self._ranks.rank), self._checkpoints.values())
-            except (OSError, CheckpointError) as error:
-                _log.warning("%s is not copied to the mirror: %s", checkpoint, error)
+            progress = self._ranks.collect(self._mirror.progress)
+            self._mirror.published(published[0], tuple(self._checkpoints.values()), progress)
 
     def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
         """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.

@@ -12,7 +12,10 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.mirror import Mirror, MirrorWriter
+from infinity.checkpoint.held import held, usable
+from infinity.checkpoint.manifest import CheckpointName
+from infinity.checkpoint.mirror import Mirror, MirrorFiles
+from infinity.checkpoint.mirror_writer import MirrorWriter
 from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors
@@ -69,8 +72,7 @@ def make_checkpoint_writer(
     space = CheckpointSpace(file, nbytes)
     mirror: MirrorWriter | None = None
     if run.settings.run.mirror:
-        opened = run.ranks.together("opening the mirror", partial(Mirror, run.settings.run.mirror))
-        mirror = MirrorWriter(opened, run.folder, run.ranks.rank, run.store, run.settings.run.mirror_rate)
+        mirror = _open_mirror(run)
         run.undo.push(mirror.close)
     name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(
@@ -88,6 +90,24 @@ def make_checkpoint_writer(
     run.undo.push(checkpoint_writer.close)
     run.ranks.together("reserving space for checkpoints", checkpoint_writer.reserve)
     return checkpoint_writer
+
+
+def _open_mirror(run: Run) -> MirrorWriter:
+    """Open the mirror, after checking that it can be written. Raises `ConfigError` or `CheckpointError`."""
+    settings, ranks, found = run.settings.run, run.ranks, run.directory.found
+    mirror = Mirror(settings.mirror)
+    ranks.together("opening the mirror", partial(mirror.check, run.settings.storage.paths))
+
+    def complete() -> CheckpointName | None:
+        there = usable(held([(mirror.published(run.folder.run_id), {})]))
+        names = [each.name for each in there if found is not None and each.name.step <= found.step]
+        return max(names, key=lambda name: name.identity, default=None)
+
+    source, previous = run.directory.source, ""
+    if source is not None and isinstance(files := source.reader.files, MirrorFiles) and files.address == mirror.address:
+        previous = source.reader.folder.run_id
+    before = ranks.on_first("looking for checkpoints in the mirror", complete)
+    return MirrorWriter(mirror, run.folder, ranks, run.store, settings.mirror_rate, before=before, previous=previous)
 
 
 def _full_parameter(member: Member) -> TensorSpec:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.budget import Budget
+from infinity.checkpoint.mirror import MirrorFiles
 from infinity.checkpoint.publish import remove_checkpoints
 from infinity.cleanup import end_all
 from infinity.config import Config, check_config, load_config, with_absolute_paths
@@ -297,9 +298,10 @@ def _attach(
         if run.ranks.rank == 0:
             old = run.directory.source.reader
             _log.warning(
-                "training continues from step %d of run %s (world size %d) as run %s; the old run occupies space until "
-                "you remove it with `infinity store rm`",
+                "training continues from step %d of run %s (world size %d) as run %s%s",
                 old.step, old.folder.run_id, old.world_size, run.folder.run_id,
+                "" if isinstance(old.files, MirrorFiles)
+                else "; the old run occupies space until you remove it with `infinity store rm`",
             )  # fmt: skip
     run.planner.expect(sharded.expected_step(alone=run.ranks.world_size == 1))
     run.ledger.restart_step()

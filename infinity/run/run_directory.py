@@ -11,13 +11,13 @@ from pathlib import Path
 
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, published_in, read_manifest
-from infinity.checkpoint.mirror import Mirror, is_address
+from infinity.checkpoint.mirror import Mirror
 from infinity.checkpoint.parts import located
 from infinity.checkpoint.publish import NoCheckpointError, choose_run, find_checkpoints, list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.remote_files import open_files
 from infinity.cleanup import Undo, end_all
-from infinity.config import Config, runtime_dir
+from infinity.config import Config, is_address, runtime_dir
 from infinity.content.layout import Layout
 from infinity.errors import CheckpointError
 from infinity.io.block_devices import locate
@@ -82,43 +82,68 @@ class ClaimedPaths:
             return held
 
         self.lock = ranks.together("taking the NVMe paths", lock_paths)
-        if resume := self._choose_run():
-            self._name(resume)
-            self.resumed = ranks.together(
-                "finding the run's folders", lambda: folders_of(self._searched, resume, paths)
-            )
-            self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step, wanted.resume_replica)
-        else:
-            self.name_new_run()
-
-    def _choose_run(self) -> str:
-        """Return the id of the run to resume from the paths, or an empty string. May open a checkpoint of a mirror."""
-        wanted = self.settings.run
         if is_address(wanted.resume):
-            if not self._open_mirrored(wanted.resume):
-                raise CheckpointError(f"the mirror {Mirror(wanted.resume)} contains no complete checkpoint")
-            return ""
-        mirrored = bool(wanted.mirror) and wanted.resume in ("latest", "auto")
-        try:
-            found = choose_run(self._searched, wanted.resume, self.ranks, wanted.resume_replica)
-        except NoCheckpointError as error:
-            if not (mirrored and self._open_mirrored(wanted.mirror)):
-                raise
-            if self.ranks.rank == 0:
-                _log.warning("resuming from the mirror, because %s", error)
-            return ""
-        if not found and mirrored:
-            self._open_mirrored(wanted.mirror)
-        return found
+            found = self._newest_in(wanted.resume)
+            if found is None:
+                raise CheckpointError(f"the mirror {wanted.resume} contains no complete checkpoint")
+            self._open_mirrored(wanted.resume, found)
+        else:
+            self._find_checkpoints()
+        if self.resumed is None:
+            self.name_new_run()
+        else:
+            self._name(self.resumed.run_id)
 
-    def _open_mirrored(self, address: str) -> bool:
-        """Open the checkpoint of a mirror to resume from. Return ``False`` if it has none."""
-        ranks, step, replica = self.ranks, self.settings.run.resume_step, self.settings.run.resume_replica
-        looking = "looking for checkpoints in the mirror"
-        found = ranks.on_first(looking, lambda: Mirror(address).newest(step, replica=replica))
-        if found is not None:
-            self.mirrored = ranks.together("reading the mirror", lambda: Mirror(address).reader(*found, replica))
-        return found is not None
+    def _find_checkpoints(self) -> None:
+        """Look for the checkpoint to resume from, on the paths and in the mirror. The newer one is used."""
+        wanted, ranks = self.settings.run, self.ranks
+        mirrored = None
+        if wanted.resume and wanted.mirror:
+            mirrored = self._newest_in(wanted.mirror, "" if wanted.resume in ("latest", "auto") else wanted.resume)
+        here, reason = "", "the checkpoint of step {} in the mirror is newer"
+        try:
+            if resume := choose_run(self._searched, wanted.resume, ranks, wanted.resume_replica):
+                self.resumed = self._folders_of(resume)
+                self.checkpoints = list_checkpoints(self.resumed, ranks, wanted.resume_step, wanted.resume_replica)
+                here = self.checkpoints[-1].name.identity
+        except NoCheckpointError as error:
+            if mirrored is None:
+                raise
+            reason = str(error)
+        if mirrored is not None and mirrored[1].name.identity > here:
+            if ranks.rank == 0 and (here or "{}" not in reason):
+                _log.warning("resuming from the mirror, because %s", reason.format(mirrored[1].name.step))
+            self.resumed, self.checkpoints = None, []
+            self._open_mirrored(wanted.mirror, mirrored)
+
+    def _folders_of(self, run_id: str) -> RunFolder:
+        """Return the folders of a run. Raises `NoCheckpointError` on all ranks if a rank does not have all of them."""
+        reason, paths = "", self.settings.storage.paths
+
+        def look() -> RunFolder | None:
+            nonlocal reason
+            try:
+                return folders_of(self._searched, run_id, paths)
+            except CheckpointError as error:
+                reason = str(error)
+                return None
+
+        folder = self.ranks.together("finding the run's folders", look)
+        if reasons := [each for each in self.ranks.collect(reason) if each]:
+            raise NoCheckpointError(reason or reasons[0])
+        assert folder is not None
+        return folder
+
+    def _newest_in(self, address: str, run_id: str = "") -> tuple[str, HeldCheckpoint] | None:
+        """Return the newest checkpoint in a mirror, and its run; ``None`` if it has none."""
+        step, replica = self.settings.run.resume_step, self.settings.run.resume_replica
+        return self.ranks.on_first(
+            "looking for checkpoints in the mirror", lambda: Mirror(address).newest(step, run_id, replica)
+        )
+
+    def _open_mirrored(self, address: str, found: tuple[str, HeldCheckpoint]) -> None:
+        replica = self.settings.run.resume_replica
+        self.mirrored = self.ranks.together("reading the mirror", lambda: Mirror(address).reader(*found, replica))
 
     @property
     def _searched(self) -> tuple[str, ...]:

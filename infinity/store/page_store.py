@@ -181,7 +181,8 @@ class PageStore:
     when its version is neither current nor named.
 
     Threads: the pager calls `read`, `write`, `has` and `discard` from any thread, under its own lock
-    (`Transfers.lock`). The training thread calls the methods that concern checkpoints. `allow_edits` is called by the
+    (`Transfers.lock`). The training thread calls the methods that concern checkpoints, except that the thread of a
+    mirror also calls `release`. `allow_edits` is called by the
     thread that edits frozen parameters. Writes complete on the engine's thread; reads complete on a verifier thread if
     there is one. `_write` runs on a writer thread. `_lock` guards the shared state, and no thread blocks while holding
     it.

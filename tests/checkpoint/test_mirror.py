@@ -16,9 +16,11 @@ from unittest.mock import patch
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 
-from infinity.checkpoint import mirror as mirrors
 from infinity.checkpoint.mirror import Mirror
+from infinity.checkpoint.mirror_writer import MirrorWriter
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.format import Role
 from infinity.errors import CheckpointError, ConfigError, CorruptPageError, StorageError
 from infinity.io.pace import Pace
@@ -47,6 +49,23 @@ def pages_there(address: str) -> list[str]:
     files, root = fsspec.core.url_to_fs(address)
     files.invalidate_cache()
     return sorted(name for name in files.find(root) if "/pages/" in name)
+
+
+def newest_in(address: str) -> CheckpointReader:
+    """Return a reader of the newest checkpoint in a mirror."""
+    found = Mirror(address).newest()
+    assert found is not None
+    return Mirror(address).reader(*found)
+
+
+def steps_there(address: str) -> list[int]:
+    """Return the steps of the complete checkpoints of the newest run in a mirror."""
+    found = Mirror(address).newest()
+    assert found is not None
+    published = Mirror(address).published(found[0])
+    return sorted(
+        {name.step for name in published if sum(other.step == name.step for other in published) == name.world_size}
+    )
 
 
 def lose_drives(folder: Path) -> None:
@@ -143,50 +162,166 @@ def test_older_checkpoints_are_removed_and_shared_pages_are_copied_once(tmp_path
 
 
 def test_checkpoint_stays_readable_while_it_is_copied(tmp_path: Path) -> None:
-    """Two further checkpoints replace it in the meantime. Then the newest one is copied, and the one between is not."""
+    """Further checkpoints replace it in the meantime, of which `close` copies only the newest one."""
     address = f"file://{tmp_path}/mirror"
     begun, goes_on = threading.Event(), threading.Event()
     copied: list[int] = []
-    original = mirrors.MirrorWriter._copy
+    original = MirrorWriter._copy
 
-    def late(self: Any, item: Any) -> None:
+    def late(self: Any, manifest: Any, *files: Any) -> None:
         begun.set()
         assert goes_on.wait(600)
-        original(self, item)
-        copied.append(item.manifest.step)
+        original(self, manifest, *files)
+        copied.append(manifest.step)
 
-    with patch.object(mirrors.MirrorWriter, "_copy", late), Session(tmp_path, run={"mirror": address}) as session:
+    with patch.object(MirrorWriter, "_copy", late), Session(tmp_path, run={"mirror": address}) as session:
         session.run(until=1, every=1)
         assert begun.wait(600)
         session.run(until=6, every=1)
         goes_on.set()
     assert copied == [1, 6]
-    run_id, checkpoint = Mirror(address).newest() or ("", None)
-    assert checkpoint is not None
-    assert checkpoint.name.step == 6
-    reader = Mirror(address).reader(run_id, checkpoint)
+    assert steps_there(address) == [6]
+    reader = newest_in(address)
     assert unequal_names(all_tensors(reader), all_tensors(newest_checkpoint(tmp_path))) == []
 
 
-def test_failed_copy_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The next checkpoint is copied."""
+def test_ranks_of_different_speed_copy_the_same_checkpoints(pair: RankPool, tmp_path: Path) -> None:
+    """No rank begins to copy while another one is copying, so a complete checkpoint is always present."""
+    address = f"file://{tmp_path}/mirror"
+    copied = pair.run(save_with_a_slow_rank, str(tmp_path), address)
+    assert copied[0] == copied[1] == [1, 4, 5]
+    assert steps_there(address) == [4, 5]
+
+
+def save_with_a_slow_rank(folder: str, address: str) -> list[int]:
+    """Save five checkpoints, while rank 1 copies the first one until the fourth; return the steps that were copied."""
+    copied: list[int] = []
+    original, goes_on = MirrorWriter._copy, threading.Event()
+
+    def slow(self: Any, manifest: Any, *files: Any) -> None:
+        assert dist.get_rank() == 0 or goes_on.wait(600)
+        original(self, manifest, *files)
+        copied.append(manifest.step)
+
+    with patch.object(MirrorWriter, "_copy", slow), Session(Path(folder), run={"mirror": address}) as session:
+        session.run(until=3, every=1)
+        goes_on.set()
+        for until in (4, 5):
+            session.optimizer._checkpointer._checkpoint_writer._mirror._thread.join()
+            dist.barrier()
+            session.run(until=until, every=1)
+            if dist.get_rank() == 0 and until == 4:
+                assert Mirror(address).newest() is not None
+    return copied
+
+
+def test_failed_copy_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run continues, and `close` copies the checkpoint."""
     address = f"file://{tmp_path}/mirror"
     original = Mirror.write
     failing = iter([True])
 
     def write(self: Mirror, name: str, data: Any) -> None:
-        if next(failing, False):
+        if "/pages/" in name and next(failing, False):
             raise ConnectionResetError("network is down")
         original(self, name, data)
 
     with patch.object(Mirror, "write", write), Session(tmp_path, run={"mirror": address}) as session:
         session.run(until=3)
-        session.optimizer._checkpointer.finish()
-        assert "step 3 of rank 0 was not copied" in caplog.text
+        session.optimizer._checkpointer._checkpoint_writer._mirror._thread.join()
+        assert "step 3 could not be copied to" in caplog.text
         assert "network is down" in caplog.text
         assert Mirror(address).newest() is None
+    assert steps_there(address) == [3]
+
+
+def test_abandoned_branch_is_removed(tmp_path: Path) -> None:
+    """After resuming from an earlier step, the mirror does not resume from the later step of the other branch."""
+    address = f"file://{tmp_path}/mirror"
+    with Session(tmp_path, run={"mirror": address, "retained_checkpoints": 2}) as session:
         session.run(until=6)
-    assert Mirror(address).newest()[1].name.step == 6  # type: ignore[index]
+    with Session(
+        tmp_path, run={"mirror": address, "retained_checkpoints": 2, "resume": "latest", "resume_step": 3}
+    ) as session:
+        session.run(until=5, every=1)
+    assert max(steps_there(address)) == 5
+    lose_drives(tmp_path)
+    with Session(tmp_path, run={"mirror": address, "resume": "auto"}) as session:
+        assert session.optimizer.steps == 5
+
+
+def test_newer_checkpoint_of_the_mirror_is_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The drives have an older complete run, and the newest run is incomplete there."""
+    sections = {"run": {"mirror": f"file://{tmp_path}/mirror"}}
+    for until in (3, 6):
+        with Session(tmp_path, **sections) as session:
+            session.run(until=until)
+    (manifest,) = (tmp_path / "nvme0" / session.optimizer.run.folder.run_id).glob("checkpoints/*.json")
+    manifest.unlink()
+    sections["run"]["resume"] = "auto"
+    with caplog.at_level(logging.WARNING), Session(tmp_path, **sections) as session:
+        assert session.optimizer.steps == 6
+    assert "the checkpoint of step 6 in the mirror is newer" in caplog.text
+
+
+def test_run_that_lacks_a_path_resumes_from_the_mirror(tmp_path: Path) -> None:
+    """One of two drives is lost."""
+    storage = {"paths": [str(tmp_path / name) for name in ("nvme0", "nvme1")]}
+    sections = {"run": {"mirror": f"file://{tmp_path}/mirror", "resume": "auto"}, "storage": storage}
+    with Session(tmp_path, **sections) as session:
+        session.run(until=3)
+    shutil.rmtree(tmp_path / "nvme1")
+    with Session(tmp_path, **sections) as session:
+        assert session.optimizer.steps == 3
+
+
+def test_run_that_was_resumed_from_the_mirror_is_removed_from_it(tmp_path: Path) -> None:
+    """Otherwise, the mirror would grow with each loss of the drives."""
+    sections = {"run": {"mirror": f"file://{tmp_path}/mirror", "resume": "auto"}}
+    for until in (3, 6, 9):
+        with Session(tmp_path, **sections) as session:
+            session.run(until=until)
+        lose_drives(tmp_path)
+    assert [path.name for path in (tmp_path / "mirror").iterdir()] == [session.optimizer.run.folder.run_id]
+
+
+def test_leftovers_of_interrupted_copies_are_removed(tmp_path: Path) -> None:
+    """Files of this rank without a manifest, and incomplete manifests."""
+    address = f"file://{tmp_path}/mirror"
+    with Session(tmp_path, run={"mirror": address}) as session:
+        session.run(until=3)
+        session.optimizer._checkpointer.finish()
+        (folder,) = (tmp_path / "mirror").glob("*/checkpoints")
+        names = (".aaaa.safetensors", "-of-00001.aaaa.json.tmp")
+        stray = [folder / f"step000000000002.rank00000{name}" for name in names]
+        other = folder / "step000000000002.rank00001.aaaa.safetensors"
+        for file in (*stray, other):
+            file.touch()
+        session.run(until=6)
+    assert [file.exists() for file in (*stray, other)] == [False, False, True]
+
+
+def test_mirror_that_does_not_respond_does_not_delay_a_failure(tmp_path: Path) -> None:
+    """`close` waits for a limited time, and the threads do not keep the process alive."""
+    begun, hangs = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        hangs.wait(600)
+
+    with (
+        patch.object(Mirror, "write_from", hang),
+        patch("infinity.checkpoint.mirror_writer._END_SECONDS", 0.1),
+    ):
+        session = Session(tmp_path, run={"mirror": f"file://{tmp_path}/mirror"})
+        session.run(until=3)
+        thread = session.optimizer._checkpointer._checkpoint_writer._mirror._thread
+        assert begun.wait(600)
+        session.optimizer.close(RuntimeError("failed"))
+        assert thread.is_alive()
+        assert thread.daemon
+        hangs.set()
+        thread.join()
 
 
 def _die_while_copying(folder: str, address: str) -> None:
@@ -260,6 +395,8 @@ def test_damage_is_reported(tmp_path: Path) -> None:
         ({"mirror": "nosuch://bucket"}, "nosuch"),
         ({"mirror": "/backup"}, "file:///backup"),
         ({"mirror": "memory://x", "retained_checkpoints": 0}, "no checkpoints to copy"),
+        ({"mirror": "s3://key:se/cret@bucket/run"}, r"run\.mirror contains a password"),
+        ({"resume": "https://user:secret@host/run"}, r"run\.resume contains a password"),
         ({"resume": "memory://nothing"}, "memory://nothing contains no complete checkpoint"),
         ({"resume": "memory://nothing", "resume_paths": ("/tmp",)}, "resume_paths"),
     ],
@@ -272,10 +409,24 @@ def test_wrong_settings_raise_errors(run: dict[str, Any], reason: str, tmp_path:
 
 
 def test_credentials_are_not_shown() -> None:
-    """An address may contain a password."""
-    with pytest.raises(ConfigError) as caught:
+    """An address with a password is not supported, also on the command line."""
+    with pytest.raises(ConfigError, match="contains a password") as caught:
         Mirror("nosuch://user:secret@host/folder")
     assert "secret" not in str(caught.value)
+
+
+def test_mirror_on_the_drives_of_the_run_raises_an_error(tmp_path: Path) -> None:
+    """The copies would replace the files of the run."""
+    for name in ("nvme0", "nvme0/mirror"):
+        with pytest.raises(ConfigError, match=r"storage\.paths"):
+            Session(tmp_path, run={"mirror": f"file://{tmp_path}/{name}"})
+
+
+def test_mirror_that_cannot_be_written_raises_an_error_at_start(tmp_path: Path) -> None:
+    """The message contains the reason."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written: .*file"):
+        Session(tmp_path, run={"mirror": f"file://{tmp_path}/file/mirror"})
 
 
 def test_mirror_needs_space_for_one_more_checkpoint(tmp_path: Path) -> None:

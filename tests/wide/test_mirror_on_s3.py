@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity.checkpoint.mirror import Mirror
+from infinity.errors import CheckpointError, ConfigError
 from support.resharding import all_tensors, newest_checkpoint, unequal_names
 from support.session import Session
 
@@ -55,13 +56,18 @@ def test_run_resumes_from_an_object_store(address: str, tmp_path: Path, caplog: 
     assert not [name for name in files.find(address) if b"very-secret" in files.cat_file(name)]
 
 
-def test_unreachable_store_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warning is logged."""
+@pytest.mark.parametrize("setting", ["mirror", "resume"])
+def test_unreachable_store_raises_an_error(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the address, and no traceback of another package is shown."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port, where no server listens
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
-    with Session(tmp_path, run={"mirror": "s3://bucket/run"}) as session:
-        session.run(until=3)
-    assert "step 3 of rank 0 was not copied to s3://bucket/run" in caplog.text
+    with pytest.raises((ConfigError, CheckpointError), match="s3://bucket/run"):
+        Session(tmp_path, run={setting: "s3://bucket/run"})
+
+
+def test_missing_bucket_raises_an_error(address: str, tmp_path: Path) -> None:
+    """It is not created, because the address is probably wrong."""
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Session(tmp_path, run={"mirror": "s3://typo/run"})
+    assert not s3fs.S3FileSystem().exists("typo")

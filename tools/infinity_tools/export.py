@@ -15,6 +15,7 @@ from rich.console import Console
 
 from infinity import torchrun
 from infinity.cli_errors import Version, failures
+from infinity.config import is_address
 from infinity.errors import CheckpointError, ConfigError
 from infinity.units import MIB, format_size
 from infinity.untrusted_files import read_regular
@@ -103,7 +104,7 @@ def export(
             _write(reader, out, to, dtype, merge=merge, file_bytes=file_bytes, config=config, json=json)
 
         wanted = -1 if step is None else step, -1 if replica is None else replica
-        if "://" in paths[0]:
+        if is_address(paths[0]):
             write(_mirrored(paths, run, *wanted))
         elif torchrun.launched() and torchrun.number("WORLD_SIZE", 1) > 1:
             _export_together([Path(path) for path in paths], run, *wanted, write)
