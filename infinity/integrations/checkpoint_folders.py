@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.held import Seen, held, seen_in, usable
-from infinity.checkpoint.manifest import read_manifest
+from infinity.checkpoint.held import HeldCheckpoint, Seen, held, problems, seen_in, usable
+from infinity.checkpoint.manifest import Published, read_manifest
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.run_folders import (
@@ -101,17 +101,19 @@ class Record(NamedTuple):
         """
         paths = ", ".join(settings.run.resume_paths or settings.storage.paths)
         folders = ranks.on_first("looking for checkpoints", partial(numbered_folders, place, prefix))
+        lacking = ""
         for folder in folders:
             for version, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
                 found = _belongs(record, settings, ranks)
                 if found is not None and found.get("token") == record.token:
                     return version, record
+                lacking = lacking or problems(_held(record, settings, ranks)[2], settings.run.resume_replica)
             if ranks.rank == 0:
                 _log.warning("%s is ignored, because its infinity checkpoint is not in %s", folder, paths)
         if folders:
             raise CheckpointError(
                 f"nothing to resume: no folder in {os.fspath(place)!r} refers to a checkpoint in {paths}; set "
-                "run.resume_paths to the paths of the run, or remove the folders to start a new run"
+                f"run.resume_paths to the paths of the run, or remove the folders to start a new run{lacking}"
             )
         return None
 
@@ -316,6 +318,28 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
         OSError: if a path cannot be read.
     """
 
+    folder, here, every = _held(record, settings, ranks)
+    complete = [checkpoint.name for checkpoint in usable(every, settings.run.resume_replica)]
+    if not complete:
+        return None
+
+    def read() -> dict[str, Any] | None:
+        mine = [name for name in here if name.checkpoint == complete[-1]]
+        if not mine or ranks.local_rank:
+            return None
+        found = read_manifest(folder.checkpoints / mine[0].file_name).extra.get(_KEY)
+        return found if isinstance(found, dict) else {}
+
+    told = ranks.collect(ranks.together("reading the checkpoint", read))
+    return next((found for found in told if found is not None), None)
+
+
+def _held(record: Record, settings: Config, ranks: Ranks) -> tuple[RunFolder, list[Published], list[HeldCheckpoint]]:
+    """Return the folder of a record's run on this node, the manifests there, and the run's checkpoints of that step.
+
+    All ranks must call this function together.
+    """
+
     def look() -> tuple[RunFolder, Seen]:
         paths = settings.run.resume_paths or settings.storage.paths
         runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
@@ -325,20 +349,8 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
         return folder, seen_in(folder)
 
     folder, here = ranks.together("looking for the checkpoint", look)
-    every = usable(held(ranks.collect(here)), settings.run.resume_replica)
-    complete = [checkpoint.name for checkpoint in every if checkpoint.name.step == record.step]
-    if not complete:
-        return None
-
-    def read() -> dict[str, Any] | None:
-        mine = [name for name in here[0] if name.checkpoint == complete[-1]]
-        if not mine or ranks.local_rank:
-            return None
-        found = read_manifest(folder.checkpoints / mine[0].file_name).extra.get(_KEY)
-        return found if isinstance(found, dict) else {}
-
-    told = ranks.collect(ranks.together("reading the checkpoint", read))
-    return next((found for found in told if found is not None), None)
+    every = held(ranks.collect(here))
+    return folder, here[0], [checkpoint for checkpoint in every if checkpoint.name.step == record.step]
 
 
 def _set_aside(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from infinity.config import Config, is_address, runtime_dir
 from infinity.content.layout import Layout
 from infinity.errors import CheckpointError
 from infinity.io.block_devices import locate
+from infinity.io.probe.targets import PREFIX
 from infinity.ranks import Ranks
 from infinity.sources.reshard import ReshardSource, folders_of, needs_resharding
 from infinity.store.folder import UNKNOWN_RUN, FolderLock, RunFolder, make_paths, unmake_paths
@@ -74,8 +76,10 @@ class ClaimedPaths:
         made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
         self.undo.push(partial(unmake_paths, made))
 
+        number = _number_on_path(Path(paths[0]), ranks, host)
+
         def lock_paths() -> FolderLock:
-            held = FolderLock.acquire(paths, UNKNOWN_RUN, ranks.local_rank, made)
+            held = FolderLock.acquire(paths, UNKNOWN_RUN, number, made)
             self.undo.push(held.release)
             if ranks.local_rank == 0:
                 _say_where(paths)
@@ -296,6 +300,25 @@ def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ran
                 "order of the nodes)"
             )
     return "a different page layout (ranks, paths, page size or dtype)"
+
+
+def _number_on_path(path: Path, ranks: Ranks, host: str) -> int:
+    """Return the number of lower ranks that use the same folder, which may be on a file system that nodes share.
+
+    Each rank creates a file and looks for the files of lower ranks by their names, because the listing of a folder on a
+    network file system may be outdated.
+    """
+    there = ranks.collect((host, f"{PREFIX}{secrets.token_hex(8)}"))
+    if all(name == host for name, _ in there):
+        return ranks.local_rank
+    mine = path / there[ranks.rank][1]
+    try:
+        ranks.together("looking for other ranks in the same folder", lambda: mine.touch(0o600))
+        seen = [(path / name).exists() for _, name in there[: ranks.rank]]
+        ranks.collect(None)  # a rank must not remove its file before the others have looked for it
+    finally:
+        mine.unlink(missing_ok=True)
+    return sum(seen)
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:

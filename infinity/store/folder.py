@@ -1,6 +1,6 @@
 """Run folders on the NVMe paths, and the locks that give each path to one run at a time.
 
-<path>/infinity.lock.<local rank>       locked (flock) by the live run; contains its run id, process and host
+<path>/infinity.lock.<number>           locked (flock) by the live run; contains its run id, process and host
 <path>/<run id>/infinity.run            marker: identifies a run folder and its index among the run's paths
 <path>/<run id>/rank00000.pages         data file of one rank
 <path>/<run id>/checkpoints/            manifests, on the first path only
@@ -288,15 +288,13 @@ class FolderLock:
         """
 
     @classmethod
-    def acquire(
-        cls, paths: Sequence[str | Path], run_id: str, local_rank: int, made: Sequence[Path] = ()
-    ) -> FolderLock:
+    def acquire(cls, paths: Sequence[str | Path], run_id: str, number: int, made: Sequence[Path] = ()) -> FolderLock:
         """Lock every path. [Note: ownership of a path]
 
         Args:
             paths: NVMe paths to lock.
             run_id: run id to write into the lock files.
-            local_rank: local rank, which is part of the names of the lock files.
+            number: number of lower ranks that use the same paths, which is part of the names of the lock files.
             made: paths created for this run. Those that are empty are removed when the locks are released.
 
         Raises:
@@ -320,15 +318,15 @@ class FolderLock:
                             f"To find it: {_who_has(path)}"
                         )
                 for path in paths:
-                    lock._take(Path(path), local_rank)
+                    lock._take(Path(path), number)
                 lock.name(run_id)
         except BaseException:
             lock.release()
             raise
         return lock
 
-    def _take(self, path: Path, local_rank: int) -> None:
-        file = path / f"{LOCK_NAME}.{local_rank}"
+    def _take(self, path: Path, number: int) -> None:
+        file = path / f"{LOCK_NAME}.{number}"
         end = time.monotonic() + _START_SECONDS
         while True:
             try:

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from infinity.errors import CheckpointError
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
-from support.separate_nodes import different, resume, save, train_on
+from support.separate_nodes import different, find_folder, flat, resume, save, save_folder, train_on
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -133,3 +134,36 @@ def test_fewer_ranks_read_all_files_of_a_node(sharded: Path, pair: RankPool, tmp
     expected = pair.run(resume, str(shutil.copytree(sharded, tmp_path / "usual")))
     found = pair.run(resume, str(tmp_path))
     assert [different(state, expected[rank][1]) for rank, (_, state) in enumerate(found)] == [[], []]
+
+
+def test_more_ranks_read_the_files_of_another_node(pair: RankPool, tmp_path: Path) -> None:
+    """The run had one rank, so the second one reads its slices over the network."""
+    state = flat(save(str(tmp_path)))
+    found = pair.run(resume, str(tmp_path))
+    assert [step for step, _ in found] == [2, 2]
+    slices = [flat(part) for _, part in found]
+    for name, value in state.items():
+        parts = [part[name] for part in slices]
+        whole = parts[0] if name.endswith("/step") else torch.cat([part for part in parts if part.numel()])
+        assert torch.equal(whole, value), name
+
+
+def test_damaged_page_on_another_node_ends_all_ranks(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
+    """The error names the file, and no page is used."""
+    for name in ("node0", "node1"):
+        shutil.copytree(sharded / name, tmp_path / name)
+    (data,) = (tmp_path / "node1/nvme0").glob("*/rank00001.pages")
+    data.write_bytes(b"\1" * data.stat().st_size)
+    with pytest.raises(RankFailedError, match=r"rank 0: .*rank00001\.pages.*checksum"):
+        pair.run(partial(resume, swapped=True), str(tmp_path))
+    assert len(list((tmp_path / "node1/nvme0").iterdir())) == 1, "the new run is removed"
+
+
+def test_folders_of_frameworks_name_the_missing_host(pair: RankPool, tmp_path: Path) -> None:
+    """One node returns with an empty drive."""
+    pair.run(save_folder, str(tmp_path))
+    assert pair.run(find_folder, str(tmp_path)) == ["checkpoint-2"] * 2
+    shutil.rmtree(tmp_path / "node1/nvme0")
+    (tmp_path / "node1/nvme0").mkdir()
+    with pytest.raises(RankFailedError, match=r"nothing to resume.*step 2: 1 of 2 ranks; rank 1 on node1"):
+        pair.run(find_folder, str(tmp_path))

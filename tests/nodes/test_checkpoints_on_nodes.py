@@ -60,6 +60,22 @@ def test_printed_commands_work_without_shared_drives(tmp_path: Path) -> None:
         assert steps(out) == (3, 3)
 
 
+@pytest.mark.slow
+def test_nodes_may_share_a_folder(tmp_path: Path) -> None:
+    """Every node can export the run, and it resumes in place after the hosts have changed places."""
+    out = tmp_path / "out"
+    with Nodes(tmp_path, 2) as nodes:
+        start = f"torchrun --nnodes=2 --node-rank=0 --master-addr={nodes[0].address}"
+        run_on_all(nodes, start, "-m", "infinity_tools", *SMALL, "--out", out, "--max_steps", "1", "--save_steps", "1")
+        commands = json.loads((out / "summary.json").read_text())["next"]
+        assert infinity(nodes[1], *shlex.split(commands["export"])[1:]).startswith(f"{out}/step1: step 1 of ")
+        moved = start.replace(nodes[0].address, nodes[1].address)
+        words = ["-m", "infinity_tools", "train", out / "recipe.yaml", "--resume", "--max_steps", "2"]
+        first, _ = run_on_all(nodes, moved, *words, order=(1, 0))
+        assert steps(out) == (2, 2)
+        assert "copied to a new run" not in " ".join(first.output.split())
+
+
 def infinity(node: Node, *words: object) -> str:
     """Run `infinity WORDS` on a node; return its output on one line."""
     program = node.infinity(*words)

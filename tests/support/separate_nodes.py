@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
+from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.ranks import Ranks
 from support.resharding import unequal_names
 from support.train import Outcome, Paging, Recipe, offloaded, state_on_nvme, train
 
@@ -77,6 +79,27 @@ def train_on(folder: str, retained: int) -> None:
         step = optimizer.steps
         train(Recipe(**{**RECIPE.__dict__, "steps": step + 1}), model, optimizer, Outcome(), first=step)
         optimizer.save_checkpoint()
+
+
+def find_folder(folder: str) -> str:
+    """Return the name of the framework's folder to resume from. Called on every rank."""
+    with node(folder) as place:
+        config = infinity.Config().with_values(**{"storage.paths": (str(place / "nvme0"),)})
+        found = Record.newest(Path(folder) / "out", "checkpoint-", config, Ranks.current())
+        return found[0].name if found else ""
+
+
+def save_folder(folder: str) -> None:
+    """Train, and save a folder of a framework with its checkpoint. Called on every rank."""
+
+    def write() -> Path:
+        target = Path(folder) / "out/checkpoint-2"
+        target.mkdir(parents=True, exist_ok=True)
+        return target
+
+    with node(folder) as place, offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        Checkpoints(optimizer, "{}").save("saving", None, write)
 
 
 def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -133,9 +133,10 @@ def _resolved(given: Mapping[str, Any], options: RunOptions) -> tuple[Recipe, Re
     check_recipe(recipe)
     settings = Config().with_values(**recipes.settings_of(recipe))
     recipe = recipes.with_settings(recipe, with_absolute_paths(settings))
-    if options.resume and settings.run.resume_paths:
-        for values in (recipe, before):  # this resume moves the run to storage.paths
+    if options.resume:
+        for values in (recipe, before):  # this resume moves the run to storage.paths and copies the replica
             values.pop("offload.run.resume_paths", None)
+            values.pop("offload.run.resume_replica", None)
     before = {key: value for key, value in before.items() if value != recipe.get(key)}
     if options.trace:
         settings = settings.with_values(**{"telemetry.timeline": options.trace})
