@@ -41,9 +41,8 @@ class HeldCheckpoint:
         absent = self.absent
         if not absent:
             return ""
-        count = f"{len(self.holders)} of {self.name.world_size} ranks"
         if not self.parts:
-            return count
+            return self.count
         intact: list[int] = []
         try:
             missing = sources(self.parts, self.holders, replica)[1]
@@ -59,7 +58,12 @@ class HeldCheckpoint:
         elsewhere = self.elsewhere
         where = f"; {elsewhere}" if elsewhere else ""
         choice = f"; replica {intact[0]} is present (run.resume_replica = {intact[0]})" if intact else ""
-        return f"{count}{where}{choice}"
+        return f"{self.count}{where}{choice}"
+
+    @property
+    def count(self) -> str:
+        """Number of ranks whose files are present, for messages."""
+        return f"{len(self.holders)} of {self.name.world_size} ranks"
 
     @property
     def elsewhere(self) -> str:
@@ -109,6 +113,9 @@ def usable(checkpoints: Iterable[HeldCheckpoint], replica: int = -1) -> list[Hel
 def choose(run_id: str, checkpoints: Sequence[HeldCheckpoint], step: int, replica: int = -1) -> HeldCheckpoint:
     """Return the newest usable checkpoint, or the newest usable checkpoint of a step.
 
+    Checkpoints of all ranks take precedence. A newer one that only some replicas have published before the run was
+    killed would have to be copied, for which there may be no space.
+
     Args:
         run_id: Run id, used in the error message.
         checkpoints: Checkpoints of the run, in order.
@@ -121,7 +128,7 @@ def choose(run_id: str, checkpoints: Sequence[HeldCheckpoint], step: int, replic
     """
     found = usable(checkpoints, replica)
     if chosen := [checkpoint for checkpoint in found if step in (-1, checkpoint.name.step)]:
-        return chosen[-1]
+        return max(chosen, key=lambda checkpoint: (not checkpoint.absent, checkpoint.name))
     what = f"complete checkpoint of step {step}" if step >= 0 else "complete checkpoint"
     listed = ", ".join(map(str, sorted({checkpoint.name.step for checkpoint in found}))) or "none"
     lacking = [checkpoint for checkpoint in checkpoints if step in (-1, checkpoint.name.step)]

@@ -322,6 +322,9 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
     runs = {run_id: held(found.get(run_id, ([], {})) for found, *_ in everywhere) for run_id in known}
     checkpointed = [run_id for run_id in known if usable(runs[run_id], replica)]
     if wanted in ("latest", "auto") and checkpointed:
+        for run_id in known:
+            if run_id > checkpointed[-1] and runs[run_id] and ranks.rank == 0:
+                _log.warning("Ignoring the newer run %s%s", run_id, problems(runs[run_id], replica))
         return checkpointed[-1]
     reasons = [f"run {run_id}{text}" for run_id in known[-1:] if (text := problems(runs[run_id], replica))]
     if wanted in runs and wanted not in checkpointed:
@@ -371,8 +374,11 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int, replica: int = 
     checkpoints = usable(everything, replica)
     if ranks.rank == 0:
         for partial in everything:
-            if problem := partial.problem(replica):
-                _log.warning("Ignoring %s of run %s: published by %s", partial.name, folder.run_id, problem)
+            problem = partial.problem(replica)
+            if problem or (partial.absent and partial.name > chosen.name):
+                _log.warning(
+                    "Ignoring %s of run %s: published by %s", partial.name, folder.run_id, problem or partial.count
+                )
     by_step = {checkpoint.name.step: checkpoint for checkpoint in checkpoints}
     return [*(by_step[step] for step in sorted(by_step) if step < chosen.name.step), chosen]
 

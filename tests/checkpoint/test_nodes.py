@@ -70,6 +70,16 @@ def test_replicas_of_hsdp_are_interchangeable(pair: RankPool, tmp_path: Path) ->
     assert [(step, different(state, states[0])) for step, state in found] == [(2, [])] * 2
 
 
+def test_checkpoint_of_all_ranks_takes_precedence(pair: RankPool, tmp_path: Path) -> None:
+    """The run was killed when one replica had published step 2. Resuming from step 1 needs no further space."""
+    pair.run(partial(save, retained_checkpoints=2), str(tmp_path), "hsdp", (1, 2))
+    for file in (tmp_path / "node1/nvme0").glob("*/checkpoints/step*2.rank*.json"):
+        file.unlink()
+    runs = list((tmp_path / "node1/nvme0").iterdir())
+    assert [step for step, _ in pair.run(resume, str(tmp_path), "hsdp")] == [1, 1]
+    assert list((tmp_path / "node1/nvme0").iterdir()) == runs, "the run continues in place"
+
+
 def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -> None:
     """They resume unchanged on the same ranks. Elsewhere, one replica must be chosen, also if the other one is lost."""
     states = pair.run(save, str(tmp_path), "local", (2,))
