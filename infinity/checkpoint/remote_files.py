@@ -135,8 +135,10 @@ class RemoteFiles(CheckpointFiles):
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        stop, neighbor = torch.tensor([_STOP, 0, 0]), (self._ranks.rank + 1) % self._ranks.world_size
         with suppress(RuntimeError):  # another rank has exited
-            self._send([_STOP, 0, 0], (self._ranks.rank + 1) % self._ranks.world_size)
+            if (sent := dist.isend(stop, neighbor, group=self._group, tag=_REQUEST)) is not None:
+                sent.wait(timedelta(seconds=_CLOSE_SECONDS))
         thread.join(_CLOSE_SECONDS)
         if not thread.is_alive():
             dist.destroy_process_group(self._group)
