@@ -28,7 +28,7 @@ class Part(NamedTuple):
     host: str
     """Name of the host on which the rank ran."""
     slices: str
-    """Digest of the layout and the slices, which is equal on ranks that hold the same slices of the same tensors."""
+    """Digest that is equal on ranks that hold the same slices of the same tensors, whatever their page sizes."""
     content: str
     """Digest of the checksums of all pages. Parts with the same slices and content are interchangeable."""
 
@@ -45,7 +45,7 @@ def digest_of_slices(described: RunDescription, rank: int) -> str:
     tensor-parallel part.
     """
     alone = rank if any(tensor.tensor_parallel for tensor in described.tensors) else -1
-    text = json.dumps([described.layout.fingerprint, described.plain["tensors"], alone], sort_keys=True)
+    text = json.dumps([described.plain, alone], sort_keys=True)
     return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"
 
 

@@ -80,6 +80,16 @@ def test_checkpoint_of_all_ranks_takes_precedence(pair: RankPool, tmp_path: Path
     assert list((tmp_path / "node1/nvme0").iterdir()) == runs, "the run continues in place"
 
 
+def test_replicas_with_other_page_sizes_are_not_combined(pair: RankPool, tmp_path: Path) -> None:
+    """Their checksums cannot be compared, so one of them must be chosen."""
+    pair.run(partial(save, other_pages=True), str(tmp_path), "hsdp")
+    place = shutil.copytree(tmp_path / "node0/nvme0", tmp_path / "nvme0")
+    shutil.copytree(tmp_path / "node1/nvme0", place, dirs_exist_ok=True)
+    words = ["export", place, "--to", "dcp", "--out", tmp_path / "exported"]
+    assert "its replicas differ" in command(*words)[1]
+    assert command(*words, "--replica", "1")[0] == 0
+
+
 def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -> None:
     """They resume unchanged on the same ranks. Elsewhere, one replica must be chosen, also if the other one is lost."""
     states = pair.run(save, str(tmp_path), "local", (2,))

@@ -17,7 +17,7 @@ import infinity
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.ranks import Ranks
 from support.resharding import unequal_names
-from support.train import Outcome, Paging, Recipe, offloaded, state_on_nvme, train
+from support.train import PAGE, Outcome, Paging, Recipe, offloaded, state_on_nvme, train
 
 RECIPE = Recipe(model="toy", steps=2)
 
@@ -45,13 +45,17 @@ def node(folder: str, *, meshes: str = "", swapped: bool = False) -> Iterator[Pa
             yield place
 
 
+State = dict[str, dict[str, torch.Tensor]]
+
+
 def save(
-    folder: str, meshes: str = "", steps: tuple[int, ...] = (2,), **run: Any
-) -> dict[str, dict[str, torch.Tensor]]:
+    folder: str, meshes: str = "", steps: tuple[int, ...] = (2,), *, other_pages: bool = False, **run: Any
+) -> State:
     """Train and save a checkpoint after each of `steps`; return this rank's state. Called on every rank."""
+    page = 2 * PAGE if other_pages and dist.get_rank() else PAGE
     with (
         node(folder, meshes=meshes) as place,
-        offloaded(RECIPE, Paging(host_cache="least"), place, run=run) as (model, optimizer),
+        offloaded(RECIPE, Paging(host_cache="least", page=page), place, run=run) as (model, optimizer),
     ):
         for step in steps:
             train(Recipe(**{**RECIPE.__dict__, "steps": step}), model, optimizer, Outcome(), first=optimizer.steps)
@@ -59,7 +63,7 @@ def save(
         return state_on_nvme(model, optimizer)
 
 
-def resume(folder: str, meshes: str = "", *, swapped: bool = False, **run: Any) -> tuple[int, dict[str, Any]]:
+def resume(folder: str, meshes: str = "", *, swapped: bool = False, **run: Any) -> tuple[int, State]:
     """Resume; return the step and this rank's state. Called on every rank."""
     settings = {"resume": "latest", **run}
     with (
@@ -102,11 +106,11 @@ def save_folder(folder: str) -> None:
         Checkpoints(optimizer, "{}").save("saving", None, write)
 
 
-def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def flat(state: State) -> dict[str, torch.Tensor]:
     """Return a rank's state by name and kind."""
     return {f"{name}/{kind}": value for name, kinds in state.items() for kind, value in kinds.items()}
 
 
-def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def different(one: State, other: State) -> list[str]:
     """Return the names of the tensors of two ranks' states that differ."""
     return unequal_names(flat(one), flat(other))
