@@ -11,11 +11,15 @@ ranks raise the reason at their next access to a page. A thread that waits in a 
 collective cannot be aborted (gloo does not support it). Therefore a process that has not closed after `GRACE_SECONDS`
 is terminated.
 
-[Note: heartbeats] If the ranks are on several nodes, a cut link, a node without power and a stopped process must be
-noticed, too. The first rank of each node increases a number in the store every second. Rank 0 reads these numbers, and
-the other ranks read the number of rank 0. They publish a failure if a number has not increased for the limit. A rank
-that cannot reach the store for the limit fails by itself. A process cannot increase its number if it is stopped. On the
-other ranks of its node, the first rank relies on the state of their processes. The heartbeats end when rank 0 leaves.
+[Note: heartbeats] If the ranks are on several nodes, a cut link, a dead host and a stopped process must be noticed,
+too. The first rank of each node increases a number in the store every second. Rank 0 reads these numbers, and all other
+ranks read the number of rank 0. If a number has not increased for the limit, they publish a failure. A rank that cannot
+reach the store for the limit fails by itself. The ranks of a node check whether a process on this node is stopped,
+because the heartbeats of its first rank continue. The heartbeats end when rank 0 leaves.
+
+The exit of a process may close the store, for example because torchrun exits, too. Therefore a rank that fails waits
+until the ranks on other nodes know the reason, and rank 0 waits until they know that it has left. To them, a closed
+store is a failure.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ _EXPLAIN_LOOKS = 5
 """Looks after the limit until all ranks know that a node has been given up."""
 _LONGEST_REASON = 4000
 _LEAVE_SECONDS = 0.1
+_HEARD_SECONDS = 30.0
+"""Time, in seconds, in which ranks on other nodes must learn that rank 0 has left or that this rank has failed."""
 _PATIENCE_SECONDS = 3.0
 """Minimum time, in seconds, after which an access to a store on another node is repeated on a new connection."""
 _ALL_RANKS = -1
@@ -211,7 +217,7 @@ class Peers:
                 return
             self._leaving = True
             self._wake.set()
-        self._thread.join(2 * _STORE_SECONDS)
+        self._thread.join(_STORE_SECONDS + (_HEARD_SECONDS if self._several else _STORE_SECONDS))
 
     def _run(self) -> None:
         ended: list[tuple[int, int]] = []
@@ -232,15 +238,16 @@ class Peers:
             _log.debug("the store of the process group does not respond: %s", error)
             if not ended:
                 sleep()  # connections close shortly before the process exits
-            if ended:
-                self._learn(_died(*ended[0]))
-            elif self._several and not self._rank0_left and not self._leaving:
-                if self._failure is None:
-                    self._give_up_on(f"{self._store} closed its connections (process killed, or host failed)")
-                while not self._leaving:
-                    sleep()
-                    self._check_deadline()
-            # Otherwise, it has possibly exited normally. This is not a failure, but may explain a later error.
+            if self._failure is None:
+                if self._several and not self._rank0_left and not self._leaving:
+                    closed = f"{self._store} closed its connections (process killed, or host failed)"
+                    self._give_up_on(_died(*ended[0]) if ended else closed)
+                elif ended:
+                    # The process has possibly exited normally. This is not a failure, but may explain a later error.
+                    self._learn(_died(*ended[0]))
+            while self._deadline and not self._leaving:
+                self._check_deadline()
+                sleep()
         finally:
             self._access.close()
             with self._lock:
@@ -268,7 +275,8 @@ class Peers:
             self._left_at = self._left_at or time.monotonic()
             awaited = self._several and (reason is not None or self._rank == 0)
             done = news is not None and news.left and (news.heard or not awaited)
-            return done or time.monotonic() - self._left_at > _STORE_SECONDS
+            patience = _HEARD_SECONDS if self._several and self._failure is None else _STORE_SECONDS
+            return done or time.monotonic() - self._left_at > patience
         if self._heartbeats:
             self._give_up(news)
         self._check_deadline()
