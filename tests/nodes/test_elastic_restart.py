@@ -1,9 +1,10 @@
-"""`torchrun --nnodes 1:2` continues on the remaining nodes after a node and its drive are lost."""
+"""`torchrun --nnodes 1:2` continues after a node and its drive are lost, and is started again when the node returns."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -11,8 +12,12 @@ import pytest
 
 from support.elastic_training import train
 from support.nodes import PATIENCE, Nodes
+from support.ranks import RankPool
 
-CONF = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+WORDS = [
+    "--nnodes=1:2", "--max-restarts=9", "--monitor-interval=0.5",
+    "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+]  # fmt: skip
 
 
 def wait_for(*files: Path) -> None:
@@ -24,21 +29,31 @@ def wait_for(*files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_continues_without_a_lost_node(tmp_path: Path) -> None:
-    """Losses equal those of a run that resumes from the same checkpoint deliberately."""
+def test_training_continues_on_fewer_and_on_more_nodes(pair: RankPool, tmp_path: Path) -> None:
+    """Losses equal those of runs that resume from the same checkpoints deliberately."""
     (shared := tmp_path / "shared").mkdir()
     with Nodes(tmp_path, 2) as nodes:
         words = [word for word in nodes.rendezvous(1) if not word.startswith("--nnodes")]
-        words += ["--nnodes=1:2", "--max-restarts=3", CONF, "-m", "support.elastic_training", nodes.local, shared, "9"]
+        words += [*WORDS, "-m", "support.elastic_training", nodes.local, shared]
         first, second = (node.torchrun(*words) for node in nodes)
-        wait_for(shared / "waiting0", shared / "waiting1")
-        shutil.copytree(shared / "mirror", tmp_path / "mirror")
+        wait_for(shared / "waiting-0-0", shared / "waiting-0-1")
+        shutil.copytree(shared / "mirror", tmp_path / "mirror3")
         second.node.kill()
         shutil.rmtree(second.node.folder / "nvme0")
-        first.wait()
-    found = json.loads((shared / "losses" / "ranks-1-from-3.json").read_text())
-    assert len(found) == 6
+        wait_for(shared / "waiting-3-0")
+        shutil.copytree(shared / "mirror", tmp_path / "mirror6")
+        first.signal(signal.SIGTERM)
+        first.wait(None)
+        for agent in [node.torchrun(*words) for node in nodes]:
+            agent.wait()
+    losses = {file.name: json.loads(file.read_text()) for file in (shared / "losses").iterdir()}
+    assert {name: len(found) for name, found in losses.items()} == {
+        "ranks-2-from-0.json": 4, "ranks-1-from-3.json": 4, "ranks-2-from-6.json": 3,
+    }  # fmt: skip
 
     (deliberate := tmp_path / "deliberate").mkdir()
-    train(deliberate, deliberate, 9, {"resume": f"file://{tmp_path}/mirror"})
-    assert json.loads((deliberate / "losses" / "ranks-1-from-3.json").read_text()) == found
+    train(deliberate, deliberate, {"resume": f"file://{tmp_path}/mirror3"}, until=7)
+    (again := tmp_path / "again").mkdir()
+    pair.run(train, again, again, {"resume": f"file://{tmp_path}/mirror6"})
+    for file in (*(deliberate / "losses").iterdir(), *(again / "losses").iterdir()):
+        assert json.loads(file.read_text()) == losses[file.name], file.name

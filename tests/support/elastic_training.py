@@ -1,8 +1,8 @@
 """Train under torchrun with a variable number of nodes, and resume from the newest checkpoint after each restart.
 
-`torchrun -m support.elastic_training FOLDER SHARED UNTIL` trains up to a step, saves a checkpoint every 3 steps, and
-writes the losses to `SHARED/losses/ranks-WORLD-SIZE-from-FIRST-STEP.json`. After step 4 of the first start, it waits
-for the loss of a node.
+`torchrun -m support.elastic_training FOLDER SHARED` trains 9 steps, with a checkpoint every 3 steps. It writes the
+losses to `SHARED/losses/ranks-WORLD_SIZE-from-FIRST_STEP.json`. One step after the first checkpoint of each of the
+first two starts, it creates `SHARED/waiting-FIRST_STEP-RANK` and waits until a node leaves or joins.
 """
 
 from __future__ import annotations
@@ -15,34 +15,38 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from support.session import EVERY, Session
-
-WAITS = EVERY + 1
+from support.session import EVERY, STEPS, Session
 
 
-def train(folder: Path, shared: Path, until: int, run: dict[str, str]) -> None:
+def train(folder: Path, shared: Path, run: dict[str, str], *, until: int = STEPS, waits: bool = False) -> None:
     """Train as one rank."""
+    losses: list[float] = []
     with Session(folder, run=run) as session:
-        first, losses = session.optimizer.steps, []
+        first = session.optimizer.steps
+        waits &= first < 2 * EVERY
         while session.optimizer.steps < until:
+            if waits and session.optimizer.steps > first + EVERY:
+                break
             losses.append(session.step())
             if session.optimizer.steps % EVERY == 0:
                 session.save_checkpoint()
                 session.optimizer._checkpointer.finish()
-            if first == 0 and session.optimizer.steps == WAITS:
-                (shared / f"waiting{dist.get_rank()}").touch()
-                dist.barrier() if dist.get_rank() == 0 else time.sleep(1e6)
-    if dist.get_rank() == 0:
-        (shared / "losses").mkdir(exist_ok=True)
-        (shared / "losses" / f"ranks-{dist.get_world_size()}-from-{first}.json").write_text(json.dumps(losses))
+        if dist.get_rank() == 0:
+            (shared / "losses").mkdir(exist_ok=True)
+            (shared / "losses" / f"ranks-{dist.get_world_size()}-from-{first}.json").write_text(json.dumps(losses))
+        if waits:
+            (shared / f"waiting-{first}-{dist.get_rank()}").touch()
+            if dist.get_rank() == 0 and dist.get_world_size() > 1:
+                dist.barrier()  # fails when the other node is lost
+            time.sleep(1e6)
 
 
 def main() -> None:
     """Train as one rank of torchrun."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shared = Path(sys.argv[2])
-    train(Path(sys.argv[1]), shared, int(sys.argv[3]), {"resume": "auto", "mirror": f"file://{shared}/mirror"})
+    folder, shared = map(Path, sys.argv[1:])
+    train(folder, shared, {"resume": "auto", "mirror": f"file://{shared}/mirror"}, waits=True)
     dist.destroy_process_group()
 
 
