@@ -22,7 +22,9 @@ T = TypeVar("T")
 _ATTEMPTS: Final = 6
 """Maximum number of pending accesses, each with a thread and a connection."""
 _LONGEST_GAP: Final = 5.0
-"""Time between two looks, in seconds, above which this process must have been stopped."""
+"""Maximum time, in seconds, that counts between two looks. If it is longer, this process has probably been stopped."""
+_LOOKS: Final = 3
+"""Minimum number of looks before a process is given up."""
 
 
 class Silence(Generic[K]):
@@ -33,7 +35,7 @@ class Silence(Generic[K]):
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start to measure.
+        """Start measuring silence.
 
         Args:
             limit: time in seconds after which a process without a sign of life is given up.
@@ -47,7 +49,7 @@ class Silence(Generic[K]):
         """Let the time advance. The caller looks about once per second."""
         now = self._clock()
         gap, self._last = now - self._last, now
-        self._time += gap if gap <= _LONGEST_GAP else 1.0
+        self._time += min(gap, _LONGEST_GAP, self._limit / _LOOKS)
 
     def saw(self, key: K, sign: int) -> None:
         """Record a sign of life. The first call for `key` starts to watch it."""
@@ -55,7 +57,7 @@ class Silence(Generic[K]):
             self._seen[key] = sign, self._time
 
     def forget(self, key: K) -> None:
-        """Stop to watch a process."""
+        """Stop watching a process."""
         self._seen.pop(key, None)
 
     def given_up(self, key: K) -> float:

@@ -48,7 +48,7 @@ def transfer_memory(nbytes: int, node: int = -1) -> memoryview:
     The memory is unmapped when its last view is released. A forked child process sees zeros.
 
     Args:
-        node: NUMA node that provides the memory while it has free memory. -1: the node of the calling thread. A memory
+        node: NUMA node that provides the memory while it has free memory. -1: any node. A memory
             policy of the process (numactl) takes precedence.
 
     Raises:
@@ -63,7 +63,7 @@ def transfer_memory(nbytes: int, node: int = -1) -> memoryview:
         _prefer(libc.syscall, address, nbytes, node)
     try:
         _populate(libc.madvise, address, nbytes)
-    except OSError:  # before Linux 5.14
+    except (OSError, RuntimeError):  # before Linux 5.14, or if no thread can be started
         for offset in range(0, nbytes, mmap.PAGESIZE):
             memory[offset] = 0
     return memory

@@ -52,6 +52,7 @@ GRACE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 5.0
 _EXPLAIN_SECONDS = 5.0
+_LONGEST_EXPLANATION = 60.0
 _EXPLAIN_LOOKS = 5
 """Looks after the limit until all ranks know that a node has been given up."""
 _LONGEST_REASON = 4000
@@ -159,7 +160,8 @@ class Peers:
         self._access: StoreAccess[_News] = StoreAccess(store, patience)
         self._silence: Silence[tuple[str, int]] = Silence(limit)
         self._watched = [rank for rank in (self._first if ranks.rank == 0 else [0]) if rank != ranks.rank]
-        for watched in [("store", 0), *(("rank", rank) for rank in self._watched)]:
+        processes = [("process", rank) for rank in self._processes]
+        for watched in [("store", 0), *(("rank", rank) for rank in self._watched), *processes]:
             self._silence.saw(watched, 0)
         self._beat = 0
         self._rank0_left = False
@@ -200,9 +202,12 @@ class Peers:
             self._known.wait(_EXPLAIN_SECONDS)
             return self._failure
         # Count looks, because on a busy machine they take longer than a second.
-        last = self._beat + math.ceil(self._limit / _LOOK_SECONDS) + _EXPLAIN_LOOKS
+        looks = math.ceil(min(self._limit, _LONGEST_EXPLANATION) / _LOOK_SECONDS) + _EXPLAIN_LOOKS
+        last = self._beat + looks
+        _log.info("waiting up to %d s for the cause of: %s", looks, error)
         while not self._known.wait(_LEAVE_SECONDS) and self._thread.is_alive() and self._beat < last:
-            pass
+            if self._rank0_left:
+                break
         return self._failure
 
     def leave(self, error: BaseException | None) -> None:
@@ -233,7 +238,7 @@ class Peers:
         try:
             while not self._look(ended):
                 sleep()
-        except RuntimeError as error:
+        except dist.DistError as error:
             # The process that hosts the store has exited.
             _log.debug("the store of the process group does not respond: %s", error)
             if not ended:
@@ -336,8 +341,8 @@ class Peers:
             if not is_stopped(place.pid):
                 silence.saw(("process", rank), self._beat)
         if (seconds := silence.given_up(("store", 0))) and self._failure is None:
-            text = f"no sign of life from {self._store} for {seconds:.0f} s (host down or link cut); {_FIX}"
-            self._give_up_on(text)
+            why = f"(host down, link cut, or process stopped); {_FIX}"
+            self._give_up_on(f"no sign of life from {self._store} for {seconds:.0f} s {why}")
         # Heartbeats that could not be read do not count as missing.
         for rank in self._watched if news is not None else []:
             if seconds := silence.given_up(("rank", rank)):

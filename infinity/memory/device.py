@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -133,8 +134,13 @@ class Device:
         """
         if device_event.passed():
             return True
-        ended = threading.Event()
-        device_event.then(lambda _: ended.set())
+        ended, errors = threading.Event(), list[Exception | None]()
+
+        def end(error: Exception | None) -> None:
+            errors.append(error)
+            ended.set()
+
+        device_event.then(end)
         progress, quiet = self.progress, 0.0
         pause = min(timeout, _CHECK_SECONDS)
         while not ended.wait(pause):
@@ -144,7 +150,9 @@ class Device:
             progress = self.progress
             if given_up() or quiet >= timeout:
                 return False
-        return device_event.passed()  # raises the device's error, if any
+        if (error := errors[0]) is not None:
+            raise error
+        return True
 
     def end_threads(self) -> None:
         """End the threads that wait for events. Later waits start new threads."""
@@ -280,8 +288,8 @@ class AcceleratorDevice(Device):
                 queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
                 queue.put(self.enter_thread)
                 thread = threading.Thread(target=_run, args=(queue,), name="infinity-events", daemon=True)
-                self._threads[stream] = thread, queue
                 thread.start()
+                self._threads[stream] = thread, queue
             self._threads[stream][1].put(function)
 
     def end_threads(self) -> None:
@@ -290,8 +298,9 @@ class AcceleratorDevice(Device):
             threads, self._threads = self._threads, {}
             for _, queue in threads.values():
                 queue.put(None)
+        deadline = time.monotonic() + _END_SECONDS
         for thread, _ in threads.values():
-            thread.join(_END_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Make the allocator wait for a stream before it reuses the memory of a tensor."""
@@ -310,7 +319,8 @@ class AcceleratorDevice(Device):
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while function := queue.get():
-        function()
+        with suppress(Exception):  # only `enter_thread` can fail; the next event then reports the device's error
+            function()
         del function  # it references the cache slots of the copy
 
 

@@ -41,6 +41,8 @@ from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
 from infinity.telemetry.ledger import Ledger
 
+_LAST_SECONDS = 5.0
+"""Time that `close` waits for the last number from the GPU, in seconds."""
 _MOST_EDITS = 16
 """Maximum number of recorded edits per gradient. One more edit causes the edited gradient to be stored again."""
 
@@ -279,11 +281,10 @@ class Gradients:
         if self._closed:
             return
         self._closed = True
-        if self._unchecked is not None:
-            with suppress(Exception):  # otherwise the device may still copy into the memory that is unregistered below
-                self._pager.wait_for_device(self._unchecked.counted, "look at gradients")
-        if self._pinned is not None:
-            self._pinned.close()
+        counted = self._unchecked.counted if self._unchecked is not None else DeviceEvent()
+        with suppress(Exception):  # the device may still write to memory whose last copy has not ended
+            if self._pinned is not None and self._device.wait(counted, _LAST_SECONDS):
+                self._pinned.close()
         for gradient in self._current.values():
             gradient.end(CLOSED)
         self._parameters, self._stored, self._current, self._arrivals = {}, {}, {}, {}

@@ -13,7 +13,7 @@ from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.trace import Access
 from infinity.schedule.transfers import Transfers
 
-_CHECKS: Final = 4
+_CHECKS: Final = 20
 """Number of checks of the watchdog within the time limit."""
 
 
@@ -66,7 +66,7 @@ class Copies:
             with self._transfers.lock:
                 quiet = quiet + 1 if self.pending and self._device.progress == progress else 0
                 progress = self._device.progress
-                if quiet > _CHECKS:
+                if quiet >= _CHECKS:
                     self._transfers.fail(StallError(f"waited {self._timeout:.0f} s for the device to copy pages"))
 
     def close(self) -> None:
