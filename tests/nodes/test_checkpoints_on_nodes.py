@@ -39,7 +39,9 @@ def test_printed_commands_work_without_shared_drives(tmp_path: Path) -> None:
         address = nodes[0].address
         start = f"torchrun --nnodes=2 --node-rank=0 --nproc-per-node=1 --master-addr={address} --master-port=29500"
         train = ["-m", "infinity_tools", *SMALL, "--nvme", nodes.local / "drive0", "--out", out]
-        run_on_all(nodes, start, *train, "--max_steps", "1", "--save_steps", "1")
+        (text := tmp_path / "text").write_bytes(bytes(range(32, 127)) * 40)
+        evaluation = ["--data", text, "--eval_data", text, "--eval_steps", "1", "--load_best_model_at_end"]
+        run_on_all(nodes, start, *train, "--max_steps", "1", "--save_steps", "1", *evaluation)
         commands = json.loads((out / "summary.json").read_text())["next"]
         listed = infinity(nodes[0], "store", "ls", nodes.local / "drive0")
         assert "1 of 2 ranks; rank 1 on node1" in listed

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from infinity import torch_private
+from infinity.checkpoint.publish import list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.remote_files import open_files
 from infinity.config import Config, check_config, load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.formats.adapters import peft_model
@@ -413,13 +415,21 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             )  # fmt: skip
             return
         _log.info("loaded the best weights, from %s (%s)", place, self.state.best_metric)
-        Ranks.current().together("reading the best weights", partial(self._take_over, best.step))
+        ranks = Ranks.current()
+        checkpoint = list_checkpoints(folder, ranks, best.step)[-1]
+        access = open_files(folder, ranks, checkpoint)
+        try:
+            ranks.together(
+                "reading the best weights",
+                lambda: self._take_over(CheckpointReader(folder, checkpoint, access=access)),
+            )
+        finally:
+            access.close()
 
     @torch.no_grad()
-    def _take_over(self, step: int) -> None:
+    def _take_over(self, reader: CheckpointReader) -> None:
         """Copy the trained parameters and the buffers of a checkpoint. Frozen parameters are already identical."""
-        run = self._begin().run
-        reader, layout = CheckpointReader(run.folder, step), run.layout
+        layout = self._begin().run.layout
         for index, spec in enumerate(reader.manifest(Ranks.current().rank).description.tensors):
             if layout.shards[index].spec.trainable:
                 local = self.model.get_parameter(spec.names[0]).to_local()
