@@ -124,7 +124,7 @@ class Node:
         self._ask("signal", pid, number)
 
     def kill(self) -> None:
-        """Kill all processes on the node with SIGKILL. The kernel closes their connections."""
+        """Kill all processes on the node with SIGKILL, and wait for their end. The kernel closes their connections."""
         self._ask("kill")
 
     def lose(self, fraction: float) -> None:
@@ -343,7 +343,7 @@ def _serve(pipe: Connection) -> None:
         if request == "start":
             result = (True, _fork(pipe, *arguments))
         elif request == "poll":
-            _reap(ended)
+            _reap(ended, os.WNOHANG)
             result = (True, ended.get(arguments[0]))
         elif request == "signal":
             with suppress(ProcessLookupError):
@@ -352,6 +352,7 @@ def _serve(pipe: Connection) -> None:
             assert os.getpid() == 1  # otherwise, -1 would mean all processes of the machine
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
+            _reap(ended, 0)  # orphans are children of this process, too
         elif request == "name":
             socket.sethostname(*arguments)
         else:
@@ -361,10 +362,11 @@ def _serve(pipe: Connection) -> None:
         pipe.send(result)
 
 
-def _reap(ended: dict[int, int]) -> None:
+def _reap(ended: dict[int, int], options: int) -> None:
+    """Record the exit status of all child processes that have exited, or, without `os.WNOHANG`, wait for all."""
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, options)
         except ChildProcessError:
             return
         if not pid:
