@@ -1,15 +1,27 @@
-"""Tests of `Silence` with a fake clock, and of `StoreAccess` with a store that blocks."""
+"""Tests of `Silence` with a fake clock, of `StoreAccess` with a store that blocks, and of both in `Peers`.
+
+`tests/nodes/test_failed_nodes.py` tests them with nodes and links, which requires root.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from infinity import peer_failures
 from infinity.heartbeats import _ATTEMPTS, Silence, StoreAccess
+from infinity.ranks import Ranks
+from support.processes import fork_server
+from support.ranks import PATIENCE
 
 LIMIT = 15.0
 
@@ -161,3 +173,43 @@ def test_lost_connection_is_reported_only_if_no_other_is_pending(store: Store) -
     with pytest.raises(RuntimeError, match="closed"):
         access.run(lost, 900)
     access.close()
+
+
+def watch(rank: int, folder: str, stopped: bool) -> None:
+    """Watch the other rank as if it was on another node, and write the reported failure to a file."""
+
+    def told(error: Exception) -> None:
+        Path(folder, f"partial{rank}").write_text(str(error))
+        Path(folder, f"partial{rank}").rename(Path(folder, f"told{rank}"))
+
+    peer_failures._node = lambda: ("node", str(rank))
+    peer_failures.GRACE_SECONDS = PATIENCE
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE))
+    peers = peer_failures.Peers(Ranks(rank, 0, 2), 5.0)
+    peers.tell(told)
+    if stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_stopped_rank_on_another_node_is_reported(stopped: int, tmp_path: Path) -> None:
+    """The stopped rank learns that it was given up when it continues."""
+    processes = [fork_server().Process(target=watch, args=(rank, str(tmp_path), rank == stopped)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        for rank in (1 - stopped, stopped):
+            file = tmp_path / f"told{rank}"
+            end = time.monotonic() + PATIENCE
+            while not file.exists():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert file.read_text().startswith(f"no sign of life from rank {stopped} on host ")
+            os.kill(processes[stopped].pid, signal.SIGCONT)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -21,7 +21,7 @@ from infinity.errors import ConfigError, CorruptPageError, StallError, StorageEr
 from infinity.telemetry import BY_NAME, Stats, StatsFileError, error_reason, find_stats_files, read_stats_file
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import CLOSED_CELL
-from infinity.telemetry.stats_file import has_exited, process_start
+from infinity.telemetry.stats_file import has_exited, is_stopped, process_start
 
 LABELS = {"op": "read", "state": "param", "device": "nvme0"}
 
@@ -209,6 +209,23 @@ def test_a_process_that_cannot_be_inspected_has_not_exited(monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     assert not has_exited(pid, started)
+    assert not is_stopped(pid)
+
+
+def test_a_stopped_process_is_recognized():
+    child = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert not is_stopped(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(child.pid)
+        child.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, child.pid, os.WCONTINUED | os.WNOWAIT)
+        assert not is_stopped(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    assert not is_stopped(child.pid)
 
 
 def test_irregular_files_are_rejected_without_blocking(tmp_path):
