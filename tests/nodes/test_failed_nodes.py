@@ -20,7 +20,7 @@ from support.session import EVERY
 from support.tables import WIDE
 
 SILENT = r"no sign of life from rank {rank} on host node{rank} for \d+ s \(host down, link cut, or process stopped\); "
-NO_STORE = r"no sign of life from the store of the process group on host node0 \(rank 0\) for \d+ s \(host down or"
+NO_STORE = r"no sign of life from the store of the process group on host node0 \(rank 0\) for \d+ s \(host down, "
 CLOSED = r"the store of the process group on host node0 \(rank 0\) closed its connections \(process killed, or host"
 
 
