@@ -77,7 +77,7 @@ class Mirror:
         name = f"check-{secrets.token_hex(8)}"
         try:
             if isinstance(self._files, LocalFileSystem):  # elsewhere, a wrong address could create a new bucket
-                self.make_folder("")
+                Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
             self.write(name, b"")
             self.remove([name])
         except Exception as error:
@@ -114,7 +114,7 @@ class Mirror:
     # Reading #
 
     def published(self, run_id: str) -> list[Published]:
-        """Return the manifests of a run, sorted. Raises `OSError`."""
+        """Return the manifests of a run, sorted."""
         return files.published_among(self.names(f"{run_id}/checkpoints"))
 
     def newest(self, step: int = -1, wanted: str = "", replica: int = -1) -> tuple[str, HeldCheckpoint] | None:

@@ -80,10 +80,8 @@ def test_run_whose_drives_are_lost_resumes_from_the_mirror(address: str, tmp_pat
     with Session(tmp_path, run={"mirror": address}) as session:
         assert session.run(until=6) == losses[:6]
     expected = all_tensors(newest_checkpoint(tmp_path))
-    run_id, checkpoint = Mirror(address).newest() or ("", None)
-    assert checkpoint is not None
-    reader = Mirror(address).reader(run_id, checkpoint)
-    assert unequal_names(all_tensors(reader), expected) == []
+    assert unequal_names(all_tensors(newest_in(address)), expected) == []
+    run_id = session.optimizer.run.folder.run_id
 
     lose_drives(tmp_path)
     with Session(tmp_path, run={"resume": address, "mirror": address}) as session:
@@ -283,6 +281,7 @@ def test_run_that_was_resumed_from_the_mirror_is_removed_from_it(tmp_path: Path)
             session.run(until=until)
         lose_drives(tmp_path)
     assert [path.name for path in (tmp_path / "mirror").iterdir()] == [session.optimizer.run.folder.run_id]
+    assert (tmp_path / "mirror").stat().st_mode & 0o777 == 0o700
 
 
 def test_leftovers_of_interrupted_copies_are_removed(tmp_path: Path) -> None:
@@ -352,14 +351,7 @@ def test_killed_copy_is_continued_by_the_next_start(tmp_path: Path) -> None:
     with Session(tmp_path, run={"resume": "latest", "mirror": address}) as session:
         assert session.optimizer.steps == 3
         session.optimizer._checkpointer.finish()
-        run_id, checkpoint = Mirror(address).newest() or ("", None)
-        assert checkpoint is not None
-        assert (
-            unequal_names(
-                all_tensors(Mirror(address).reader(run_id, checkpoint)), all_tensors(newest_checkpoint(tmp_path))
-            )
-            == []
-        )
+        assert unequal_names(all_tensors(newest_in(address)), all_tensors(newest_checkpoint(tmp_path))) == []
     assert [name for name in there if os.stat(name).st_mtime_ns != times[name]] == there[:1]
 
 
