@@ -112,7 +112,7 @@ class ClaimedPaths:
                 here = self.checkpoints[-1].name.identity
         except NoCheckpointError as error:
             if mirrored is None:
-                raise
+                raise CheckpointError(str(error)) from None
             reason = str(error)
         if mirrored is not None and mirrored[1].name.identity > here:
             if ranks.rank == 0 and (here or "{}" not in reason):
