@@ -152,7 +152,7 @@ class Device:
                 return False
         if (error := errors[0]) is not None:
             raise error
-        return True
+        return device_event.passed()  # also tells sanitizers that this thread continues after the event
 
     def end_threads(self) -> None:
         """End the threads that wait for events. Later waits start new threads."""

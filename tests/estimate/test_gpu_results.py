@@ -42,7 +42,7 @@ def stored(name: str) -> dict[str, Any]:
 def planned(name: str, variant: str) -> float:
     """Return the planned seconds per step of a stored result. Computation takes as long as the step in memory."""
     result = stored(name)
-    options, row = argparse.Namespace(**result["config"]), result["variants"][variant]
+    options, row = argparse.Namespace(**{"ranks": 1, **result["config"]}), result["variants"][variant]
     shape = shape_of(bench_gpu.source_of(options))
     facts = {"update_cores": row["update_cores"], "update_device": row["update_device"]}
     facts["device_bytes"] = result["device"]["cap_bytes"] // 4
@@ -69,7 +69,7 @@ def test_documented_predictions_match_the_plan() -> None:
         (cells,) = re.findall(rf"^\| {re.escape(row)} \| (.+) \|$", page, re.MULTILINE)
         measured, before, corrected, today = map(float, cells.split(" | "))
         result = stored(name)["variants"][variant]
-        options = argparse.Namespace(**stored(name)["config"])
+        options = argparse.Namespace(**{"ranks": 1, **stored(name)["config"]})
         counted = bench_gpu.workload(options).flops(shape_of(bench_gpu.source_of(options)))
         assert counted == pytest.approx(0.95 * stored(name)["flops_per_step"], rel=0.005)
         assert measured == round(result["step_seconds"]["median"], 3)
