@@ -58,9 +58,13 @@ unit: install
 
 # Tests that `make test` omits: long tables of optimizers, models and training loops with the packages that they need,
 # and the remaining rows of tables from which `make test` takes one row of each kind (tests/support/tables.py).
+# s3fs and datasets need different versions of fsspec, so s3fs is in a folder of its own.
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
 	$(BIN)/pytest -n 2 --dist worksteal -m wide $(ARGS)
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/s3 s3fs 'moto[server]>=5'
+	rm -rf $(VENV)/s3/fsspec*
+	PYTHONPATH=$(VENV)/s3 $(BIN)/pytest -m wide tests/wide/test_mirror_on_s3.py
 
 # Build sdist and wheel, install them into a fresh environment, and use them as a user without write access to it.
 test-wheel: install
