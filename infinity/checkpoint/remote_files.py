@@ -25,7 +25,7 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, Published
-from infinity.errors import CheckpointError, CorruptPageError, InfinityError
+from infinity.errors import CheckpointError, CorruptPageError
 from infinity.ranks import Ranks, naming_loss
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import checksum
@@ -183,12 +183,12 @@ class RemoteFiles(CheckpointFiles):
                     return
                 failed = False
                 try:
-                    content = self._read(kind, rank, page)
-                except (InfinityError, OSError) as error:
-                    failed, content = True, str(error).encode()
+                    content = bytearray(self._read(kind, rank, page))
+                except Exception as error:  # without an answer, the asking rank would wait
+                    failed, content = True, bytearray(f"{type(error).__name__}: {error}".encode())
                 dist.send(torch.tensor([failed, len(content)]), asking, group=self._group, tag=_HEADER)
                 if content:
-                    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    data = torch.frombuffer(content, dtype=torch.uint8)
                     dist.send(data, asking, group=self._group, tag=_DATA)
         except RuntimeError as error:  # another rank has exited, and this rank's next collective reports it
             _log.debug("serving the checkpoint ended: %s", error)

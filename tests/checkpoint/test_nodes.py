@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from infinity.errors import CheckpointError
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
-from support.separate_nodes import different, find_folder, flat, resume, save, save_folder, train_on
+from support.separate_nodes import different, find_folder, flat, resume, resume_unreadable, save, save_folder, train_on
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -177,6 +177,17 @@ def test_damaged_page_on_another_node_ends_all_ranks(sharded: Path, pair: RankPo
     with pytest.raises(RankFailedError, match=r"rank 0: .*rank00001\.pages.*checksum"):
         pair.run(partial(resume, swapped=True), str(tmp_path))
     assert len(list((tmp_path / "node1/nvme0").iterdir())) == 1, "the new run is removed"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("not a lost connection")], ids=repr)
+def test_every_error_on_another_node_is_reported(
+    error: Exception, sharded: Path, pair: RankPool, tmp_path: Path
+) -> None:
+    """The serving thread must answer, because the asking rank waits."""
+    for name in ("node0", "node1"):
+        shutil.copytree(sharded / name, tmp_path / name)
+    with pytest.raises(RankFailedError, match=rf"rank \d: {type(error).__name__}: {error}"):
+        pair.run(resume_unreadable, str(tmp_path), error)
 
 
 def test_folders_of_frameworks_name_the_missing_host(pair: RankPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.ranks import Ranks
 from support.resharding import unequal_names
@@ -71,6 +72,12 @@ def resume(folder: str, meshes: str = "", *, swapped: bool = False, **run: Any) 
         offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (model, optimizer),
     ):
         return optimizer.steps, state_on_nvme(model, optimizer)
+
+
+def resume_unreadable(folder: str, error: Exception) -> None:
+    """Resume on the nodes in reverse order, while reading a page raises an error. Called on every rank."""
+    with patch.object(CheckpointFiles, "page", side_effect=error):
+        resume(folder, swapped=True)
 
 
 def train_on(folder: str, retained: int) -> None:
