@@ -69,20 +69,6 @@ class RemoteFiles(CheckpointFiles):
         )
         self._thread.start()
         self._temporary: str | None = None
-        self._companions = self._find_companions()
-
-    def _find_companions(self) -> Path | None:
-        """Return the checkpoint folder with the files for exports, which rank 0 copies if they are on another node."""
-        mine = self.folder.checkpoints if self.folder.roots else None
-        here = mine is not None and (mine / MODEL_FOLDER).is_dir()
-        there = self._ranks.collect(here)
-        if here or self._ranks.rank or True not in there:
-            return mine
-        content = self._ask(there.index(True), _COMPANIONS)
-        self._temporary = tempfile.mkdtemp(prefix="infinity-")
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(self._temporary, filter="data")
-        return Path(self._temporary)
 
     def manifest(self, name: Published) -> Manifest:
         """Return a manifest, from this node if it has the files. Raises `CheckpointError`."""
@@ -125,8 +111,21 @@ class RemoteFiles(CheckpointFiles):
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoint folder with the files for exports, or a copy of these files."""
-        return self._companions or Path(self.folder.run_id, "missing")
+        """Checkpoint folder with the files for exports, or a copy of these files if they are on another node.
+
+        Raises:
+            CheckpointError: if the files cannot be copied.
+            LostRankError: if another rank exits.
+        """
+        if self._temporary is not None:
+            return Path(self._temporary)
+        mine = self.folder.checkpoints if self.folder.roots else Path(self.folder.run_id, "missing")
+        if not (mine / MODEL_FOLDER).is_dir():
+            for rank in range(self._ranks.world_size):
+                if rank != self._ranks.rank and (content := self._ask(rank, _COMPANIONS)):
+                    self._temporary = tempfile.mkdtemp(prefix="infinity-")
+                    return _unpacked(content, Path(self._temporary))
+        return mine
 
     def close(self) -> None:
         """Stop serving. No rank may send requests any more."""
@@ -195,13 +194,29 @@ class RemoteFiles(CheckpointFiles):
 
     def _read(self, kind: int, rank: int, page: int) -> bytes | memoryview:
         if kind == _COMPANIONS:
-            packed = io.BytesIO()
-            with tarfile.open(fileobj=packed, mode="w") as archive:
-                archive.add(self.folder.checkpoints / MODEL_FOLDER, MODEL_FOLDER)
-            return packed.getvalue()
+            folder = self.folder.checkpoints / MODEL_FOLDER if self.folder.roots else None
+            return _packed(folder) if folder is not None and folder.is_dir() else b""
         if rank not in self._served:
             self._served[rank] = super().manifest(self._held.name.of(rank))
         manifest = self._served[rank]
         if kind == _MANIFEST:
             return files.content_of(self.folder.checkpoints / manifest.file_name)
         return super().state_file(manifest) if kind == _STATE else super().page(manifest, page)
+
+
+def _packed(folder: Path) -> bytes:
+    """Return an archive of the files for exports, without links, which are not copied to other runs either."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(folder, MODEL_FOLDER, filter=lambda entry: entry if entry.isfile() or entry.isdir() else None)
+    return packed.getvalue()
+
+
+def _unpacked(content: bytearray, place: Path) -> Path:
+    """Unpack an archive of the files for exports into a folder, and return the folder. Raises `CheckpointError`."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            archive.extractall(place, filter="data")
+    except tarfile.TarError as error:
+        raise CheckpointError(f"the files for exports cannot be copied from another rank: {error}") from error
+    return place

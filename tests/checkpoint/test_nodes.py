@@ -14,7 +14,17 @@ from typer.testing import CliRunner
 from infinity.errors import CheckpointError
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
-from support.separate_nodes import different, find_folder, flat, resume, resume_unreadable, save, save_folder, train_on
+from support.separate_nodes import (
+    different,
+    find_folder,
+    flat,
+    resume,
+    resume_unreadable,
+    resume_with_malformed_archive,
+    save,
+    save_folder,
+    train_on,
+)
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -188,6 +198,23 @@ def test_every_error_on_another_node_is_reported(
         shutil.copytree(sharded / name, tmp_path / name)
     with pytest.raises(RankFailedError, match=rf"rank \d: {type(error).__name__}: {error}"):
         pair.run(resume_unreadable, str(tmp_path), error)
+
+
+def test_files_for_exports_are_copied_without_links(pair: RankPool, tmp_path: Path) -> None:
+    """They are on another node than rank 0. An archive that rank 0 cannot unpack ends all ranks."""
+    pair.run(save, str(tmp_path), "hsdp")
+    shutil.rmtree(tmp_path / "node1")
+    (tmp_path / "node0").rename(tmp_path / "node1")
+    (model,) = (tmp_path / "node1/nvme0").glob("*/checkpoints/model")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(RankFailedError, match=r"CheckpointError: the files for exports cannot be copied"):
+        pair.run(resume_with_malformed_archive, str(tmp_path))
+    assert [step for step, _ in pair.run(resume, str(tmp_path), "hsdp")] == [2, 2]
+    (copied,) = (tmp_path / "node0/nvme0").glob("*/checkpoints/model")
+    assert sorted(file.name for file in copied.iterdir()) == sorted(
+        {file.name for file in model.iterdir()} - {"vocab.json"}
+    )
 
 
 def test_folders_of_frameworks_name_the_missing_host(pair: RankPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
+from infinity.checkpoint import remote_files
 from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.ranks import Ranks
@@ -78,6 +79,12 @@ def resume_unreadable(folder: str, error: Exception) -> None:
     """Resume on the nodes in reverse order, while reading a page raises an error. Called on every rank."""
     with patch.object(CheckpointFiles, "page", side_effect=error):
         resume(folder, swapped=True)
+
+
+def resume_with_malformed_archive(folder: str) -> None:
+    """Resume, while the files for exports arrive in a malformed archive. Called on every rank."""
+    with patch.object(remote_files, "_packed", return_value=b"not an archive"):
+        resume(folder, "hsdp")
 
 
 def train_on(folder: str, retained: int) -> None:
