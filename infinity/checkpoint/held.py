@@ -55,10 +55,8 @@ class HeldCheckpoint:
             ]
         if not missing:
             return ""
-        elsewhere = self.elsewhere
-        where = f"; {elsewhere}" if elsewhere else ""
         choice = f"; replica {intact[0]} is present (run.resume_replica = {intact[0]})" if intact else ""
-        return f"{self.count}{where}{choice}"
+        return f"{self.count}; {located(self.parts, absent)}{choice}"
 
     @property
     def count(self) -> str:

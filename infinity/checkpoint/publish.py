@@ -308,7 +308,9 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
         return ""
 
     def look() -> tuple[dict[str, Seen], list[str], str]:
-        there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # missing paths are created later
+        # With "auto", missing paths are created later. With several ranks, other nodes may have them.
+        optional = wanted == "auto" or ranks.world_size > 1
+        there = [path for path in paths if not optional or os.path.lexists(path)]
         with files.using(Path(paths[0])):
             runs, passed = look_for_runs(there)
             headless = [run.run_id for run in runs if 0 not in run.roots]  # checkpoint folder not on this node

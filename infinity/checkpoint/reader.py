@@ -77,9 +77,9 @@ class CheckpointReader(FullState):
         for rank, described in self._ranks.items():
             manifest = self._manifests[rank]
             if _whole(described) != _whole(self._first.description):
-                file = folder.checkpoints / manifest.file_name
                 raise CheckpointError(
-                    f"{file} is malformed: its parameters differ from the parameters of rank {self._first.rank}"
+                    f"{manifest.file_name} of run {folder.run_id} is malformed: its parameters differ from the "
+                    f"parameters of rank {self._first.rank}"
                 )
             if access is None:
                 self._files.state_file(manifest)  # a checkpoint that cannot be resumed is not exported

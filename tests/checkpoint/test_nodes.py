@@ -11,14 +11,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from infinity.checkpoint.held import HeldCheckpoint, problems
+from infinity.checkpoint.manifest import CheckpointName
+from infinity.checkpoint.parts import Part
 from infinity.errors import CheckpointError
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
 from support.separate_nodes import (
     different,
+    export,
     find_folder,
     flat,
     resume,
+    resume_differing,
     resume_unreadable,
     resume_with_malformed_archive,
     save,
@@ -198,6 +203,24 @@ def test_every_error_on_another_node_is_reported(
         shutil.copytree(sharded / name, tmp_path / name)
     with pytest.raises(RankFailedError, match=rf"rank \d: {type(error).__name__}: {error}"):
         pair.run(resume_unreadable, str(tmp_path), error)
+
+
+def test_missing_rank_of_a_present_host_is_named() -> None:
+    """The advice to include hosts is only for hosts without files."""
+    name = CheckpointName(step=2, identity="0" * 24, world_size=2)
+    for other, advice in (("here", ""), ("there", ". Include the named hosts, or restore their folders")):
+        parts = [Part("here", "first", "x"), Part(other, "second", "x")]
+        found = HeldCheckpoint(name=name, holders={0: [0]}, parts=parts)
+        assert problems([found]) == f"; step 2: 1 of 2 ranks; rank 1 on {other}{advice}"
+
+
+def test_rank_0_may_be_on_a_node_without_files(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
+    """The node does not even have the folder. An error of the checkpoint names the file."""
+    for name in ("node0", "node1"):
+        shutil.copytree(sharded / name / "nvme0", tmp_path / "node1/nvme0", dirs_exist_ok=True)
+    assert pair.run(export, str(tmp_path)) == [[2], []]
+    with pytest.raises(RankFailedError, match=r"CheckpointError: .*rank0000\d-of-00002.* of run .* is malformed"):
+        pair.run(resume_differing, str(tmp_path))
 
 
 def test_files_for_exports_are_copied_without_links(pair: RankPool, tmp_path: Path) -> None:

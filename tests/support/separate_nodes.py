@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
-from infinity.checkpoint import remote_files
+from infinity.checkpoint import reader, remote_files
 from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.ranks import Ranks
+from infinity_tools.export import _export_together
 from support.resharding import unequal_names
 from support.train import PAGE, Outcome, Paging, Recipe, offloaded, state_on_nvme, train
 
@@ -85,6 +88,25 @@ def resume_with_malformed_archive(folder: str) -> None:
     """Resume, while the files for exports arrive in a malformed archive. Called on every rank."""
     with patch.object(remote_files, "_packed", return_value=b"not an archive"):
         resume(folder, "hsdp")
+
+
+def resume_differing(folder: str) -> None:
+    """Resume, while the parameters of the ranks in the checkpoint differ. Called on every rank."""
+    with patch.object(reader, "_whole", side_effect=itertools.count()):
+        resume(folder)
+
+
+def export(folder: str) -> list[int]:
+    """Export from all nodes, and return the steps that this rank has read. Called on every rank."""
+    found = []
+
+    def write(reader: CheckpointReader) -> None:
+        reader.read(0)
+        found.append(reader.step)
+
+    with node(folder) as place, patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
+        _export_together([place / "nvme0"], "", -1, -1, write)
+    return found
 
 
 def train_on(folder: str, retained: int) -> None:

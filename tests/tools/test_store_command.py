@@ -311,7 +311,7 @@ def test_gc_removes_incomplete_checkpoint(checkpointed):
     other.touch()
     found = json.loads(_command("gc", first, second, "--yes", "--json")[1])["waste"]
     assert [item["what"] for item in found] == [
-        "incomplete checkpoint of step 2 (1 of 2 ranks)",
+        "incomplete checkpoint of step 2 (1 of 2 ranks; rank 1 on here)",
         "state file without a checkpoint",
     ]
     assert sorted(checkpoints.iterdir()) == sorted([*before, state, partial]), "the third rank may be on another node"

@@ -150,7 +150,8 @@ def _export_together(
     dist.init_process_group("gloo", timeout=_PATIENCE)
     ranks = Ranks.current()
     chosen = choose_run(paths, run or "latest", ranks, replica)
-    folder = ranks.together("finding the run's folders", lambda: folders_of(paths, chosen, ()))
+    there = [path for path in paths if os.path.lexists(path)]  # all of them may be on other nodes
+    folder = ranks.together("finding the run's folders", lambda: folders_of(there, chosen, ()))
     checkpoint = list_checkpoints(folder, ranks, step, replica)[-1]
     access = open_files(folder, ranks, checkpoint)
     try:
