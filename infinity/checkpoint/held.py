@@ -64,13 +64,17 @@ class HeldCheckpoint:
         return f"{len(self.holders)} of {self.name.world_size} ranks"
 
     @property
-    def elsewhere(self) -> str:
-        """Ranks whose files are not present because they were written on other hosts, and these hosts; or empty."""
+    def on_other_hosts(self) -> list[int]:
+        """Ranks whose files are not present because they were written on hosts of which no files are present."""
         if not self.parts:
-            return ""
+            return []
         here = {self.parts[rank].host for rank in self.holders}
-        others = [rank for rank in self.absent if self.parts[rank].host not in here]
-        return f"{located(self.parts, others)}" if others else ""
+        return [rank for rank in self.absent if self.parts[rank].host not in here]
+
+    @property
+    def elsewhere(self) -> str:
+        """The ranks in `on_other_hosts`, and these hosts; or an empty string."""
+        return located(self.parts, self.on_other_hosts)
 
 
 def seen_in(folder: RunFolder) -> Seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from infinity.checkpoint.held import HeldCheckpoint, problems
-from infinity.checkpoint.manifest import CheckpointName
+from infinity.checkpoint.manifest import CheckpointName, read_manifest
 from infinity.checkpoint.parts import Part
 from infinity.errors import CheckpointError
 from infinity_tools.cli import app
@@ -38,6 +39,21 @@ def command(*words: object) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
+def damage(nvme: Path, *, rank: int, step: int) -> None:
+    """Change a page that is only in this checkpoint."""
+    found = {
+        number: read_manifest(file)
+        for number in (1, 2)
+        for file in nvme.glob(f"*/checkpoints/step{number:012d}.rank{rank:05d}*.json")
+    }
+    others = {version for number in found if number != step for version in found[number].pages.values()}
+    version = next(version for version in found[step].pages.values() if version not in others)
+    (data,) = nvme.glob(f"*/rank{rank:05d}.pages")
+    with data.open("r+b") as file:
+        file.seek(version.extent.offset)
+        file.write(b"damaged")
+
+
 @pytest.fixture(scope="module")
 def sharded(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint of step 2 of a model that is sharded over two nodes."""
@@ -60,6 +76,40 @@ def test_store_names_hosts_of_other_ranks(sharded: Path) -> None:
     status, output = command("export", nvme, "--out", sharded / "exported")
     assert status == 2
     assert "rank 1 on node1" in output
+
+
+def test_verify_recommends_checkpoint_that_is_intact_on_the_host(pair: RankPool, tmp_path: Path) -> None:
+    """The other node's files do not count as missing, so the run is not to be removed."""
+    pair.run(partial(save, retained_checkpoints=2), str(tmp_path), "", (1, 2))
+    nvme = tmp_path / "node0/nvme0"
+    damage(nvme, rank=0, step=2)
+    status, output = command("store", "verify", nvme)
+    advice = "resume from the checkpoint of step 1, which is intact on this host: --resume OUT/checkpoint-1"
+    assert (status, advice in output, "infinity store rm" in output) == (1, True, False), output
+    assert [step for step, _ in pair.run(partial(resume, resume_step=1), str(tmp_path))] == [1, 1]
+
+
+@pytest.mark.parametrize("meshes", ["hsdp", "local"])
+def test_verify_recommends_intact_replica(meshes: str, pair: RankPool, tmp_path: Path) -> None:
+    """Both replicas were on one node, or one of them is on another host. Following the advice resumes the run."""
+    states = pair.run(save, str(tmp_path), meshes)
+    damage(tmp_path / "node0/nvme0", rank=0, step=2)
+    status, output = command("store", "scrub", tmp_path / "node0/nvme0")
+    found = re.search(
+        r"other replicas can be resumed, if their files on other hosts are intact: remove (\S+), and", output
+    )
+    assert (status, found is not None) == (1, True), output
+
+    place = tmp_path / "one/node0/nvme0"
+    for name in ("node0", "node1"):
+        shutil.copytree(tmp_path / name / "nvme0", place, dirs_exist_ok=True)
+    status, output = command("store", "verify", place)
+    found = re.search(r"other replicas can be resumed: remove (\S+), and resume with run.resume_step = 2", output)
+    assert found is not None, output
+    Path(found[1]).unlink()
+    choice = {} if meshes == "hsdp" else {"resume_replica": 1}
+    step, state = resume(str(tmp_path / "one"), resume_step=2, **choice)
+    assert (step, different(state, states[1])) == (2, [])
 
 
 def test_gc_keeps_parts_of_other_nodes_checkpoints(sharded: Path, tmp_path: Path) -> None:

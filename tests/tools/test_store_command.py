@@ -21,7 +21,7 @@ from infinity.checkpoint.manifest import checksum_of, read_manifest
 from infinity.store.folder import FolderLock, RunFolder
 from infinity_tools.cli import app, main
 from infinity_tools.store import _advice
-from infinity_tools.stored_runs import BadPage, Check, good_step, stored_runs
+from infinity_tools.stored_runs import BadPage, Check, good_checkpoint, stored_runs
 from support.command import SMALL, run_here
 
 
@@ -223,10 +223,11 @@ def test_advice_names_intact_checkpoint(checkpointed):
     (checkpoint,) = found.checkpoints
     two = replace(found, checkpoints=(checkpoint, replace(checkpoint, name=replace(checkpoint.name, step=7))))
     bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
-    assert good_step(two, []) == 7
-    assert good_step(two, [bad]) == 1
-    assert "--resume OUT/checkpoint-1 (run.resume_step = 1)" in _advice(two, [bad], 1, [first, second])
-    assert "(step 7) is intact" in _advice(two, [replace(bad, step=1)], 7, [first, second])
+    older, newer = two.checkpoints
+    assert good_checkpoint(two, []) == newer
+    assert good_checkpoint(two, [bad]) == older
+    assert "--resume OUT/checkpoint-1 (run.resume_step = 1)" in _advice(two, [bad], older, [first, second])
+    assert "(step 7) is intact:" in _advice(two, [replace(bad, step=1)], newer, [first, second])
 
 
 def test_ls_reports_total_and_own_bytes(checkpointed):

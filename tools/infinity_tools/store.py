@@ -135,7 +135,7 @@ def _check(
         passed_over: Ids of the live runs that are skipped.
         json: Whether to print JSON and nothing else.
     """
-    from infinity_tools.stored_runs import Check, good_step, incomplete, without_manifest
+    from infinity_tools.stored_runs import Check, good_checkpoint, incomplete, without_manifest
 
     console = Console(highlight=False)
     pages, bad_pages, partial, elsewhere, unusable = 0, [], [], [], False
@@ -145,7 +145,7 @@ def _check(
         with byte_progress(f"{doing} {run.run_id}", silent=json) as bar:
             task = bar.add_task("", total=check.nbytes)
             bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
-        advice = _advice(run, bad, good_step(run, bad), paths)
+        advice = _advice(run, bad, good_checkpoint(run, bad), paths)
         elsewhere += [
             {"run_id": run.run_id, "step": checkpoint.step, "files": checkpoint.elsewhere}
             for checkpoint in run.checkpoints
@@ -178,18 +178,28 @@ def _check(
     return bool(bad_pages) or unusable
 
 
-def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Path]) -> str:
+def _advice(run: StoredRun, bad: list[BadPage], good: Checkpoint | None, paths: list[Path]) -> str:
+    from infinity_tools.stored_runs import spoilt
+
     if good is None:
         after = " after it has ended" if run.owner else ""
         return (
             "no checkpoint of this run is intact; restore the files from a backup, or remove the run"
             f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
-    if good > max((page.step for page in bad), default=good):
-        return f"the newest checkpoint (step {good}) is intact: resume from it, or continue training"
+    step, where = good.step, " on this host" if good.elsewhere else ""
+    if step > max((page.step for page in bad), default=step):
+        return f"the newest checkpoint (step {step}) is intact{where}: resume from it, or continue training"
+    ranks = spoilt(good, bad)
     if run.owner:
-        return f"the run is live: its next checkpoint replaces these pages; until then, step {good} is intact"
-    return f"resume from the checkpoint of step {good}: --resume OUT/checkpoint-{good} (run.resume_step = {good})"
+        kept = f"other replicas have step {step}" if ranks else f"step {step} is intact{where}"
+        return f"the run is live: its next checkpoint replaces these pages; until then, {kept}"
+    if ranks:
+        files = shlex.join(str(good.manifests[rank]) for rank in ranks)
+        others = ", if their files on other hosts are intact" if good.elsewhere else ""
+        return f"other replicas can be resumed{others}: remove {files}, and resume with run.resume_step = {step}"
+    here = f", which is intact{where}" if where else ""
+    return f"resume from the checkpoint of step {step}{here}: --resume OUT/checkpoint-{step} (run.resume_step = {step})"
 
 
 @app.command(cls=Command)

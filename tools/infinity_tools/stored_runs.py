@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from infinity.checkpoint.manifest import (
     read_manifest,
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
+from infinity.checkpoint.parts import replicas
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, StorageError
 from infinity.io.pace import Pace
@@ -55,15 +56,20 @@ class Checkpoint:
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
+    held: HeldCheckpoint
+    """Ranks whose manifests are on this node, and the hosts of the others."""
     problem: str = ""
     """Reason why the checkpoint cannot be used. Empty if it is usable."""
-    elsewhere: str = ""
-    """Ranks whose files are on other hosts, and these hosts. Empty if there are none."""
 
     @property
     def step(self) -> int:
         """Optimizer step of the checkpoint."""
         return self.name.step
+
+    @property
+    def elsewhere(self) -> str:
+        """Ranks whose files are on other hosts, and these hosts. Empty if there are none."""
+        return self.held.elsewhere
 
     @property
     def world_size(self) -> int:
@@ -258,8 +264,8 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
             manifests={name.rank: folder.checkpoints / name.file_name for name in names},
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
+            held=held,
             problem=problem,
-            elsewhere=held.elsewhere,
         )
 
 
@@ -377,10 +383,23 @@ class Check:
                 self._found(manifest.step, rank, page, data, offset, length, reason)
 
 
-def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
-    """Return the newest step from which the run can be resumed, or None."""
-    spoilt = {page.step for page in bad}
-    return max((checkpoint.step for checkpoint in run.usable if checkpoint.step not in spoilt), default=None)
+def good_checkpoint(run: StoredRun, bad: Sequence[BadPage]) -> Checkpoint | None:
+    """Return the newest checkpoint from which the run can be resumed, or None.
+
+    Slices that are bad on one rank may be intact on another one. Files on other hosts are assumed to be intact.
+    """
+    return max((c for c in run.checkpoints if _can_resume(c.held, spoilt(c, bad))), key=lambda c: c.name, default=None)
+
+
+def spoilt(checkpoint: Checkpoint, bad: Sequence[BadPage]) -> list[int]:
+    """Return the ranks whose files in a checkpoint are bad."""
+    return sorted({page.rank for page in bad if page.step == checkpoint.step})
+
+
+def _can_resume(held: HeldCheckpoint, without: Sequence[int]) -> bool:
+    present = {rank: [0] for rank in (*held.holders, *held.on_other_hosts) if rank not in without}
+    left = replace(held, holders=present)
+    return any(not left.problem(replica) for replica in range(-1, len(replicas(held.parts))))
 
 
 def incomplete(run: StoredRun) -> list[Checkpoint]:
