@@ -56,7 +56,7 @@ _PAGE = row(
     integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
     _CHECKSUM,
 )
-_PART = row(text(r"[!-~]{1,255}"), _CHECKSUM, _CHECKSUM)
+_PART = row(text(r"[!-~]{1,255}"), _CHECKSUM, _CHECKSUM, schema.optional(integer(0)))
 
 
 def _version(value: Any) -> Version:
@@ -66,7 +66,7 @@ def _version(value: Any) -> Version:
 
 
 def _part(value: Any) -> Part:
-    """Parse [host, slices, content], the part of one rank."""
+    """Parse [host, slices, content, replica], the part of one rank."""
     return Part(*_PART(value))
 
 
@@ -169,7 +169,7 @@ class Manifest:
         extra: User data.
         own: Persistent attributes of the optimizer object, such as counters.
         updated_on: Type of the device that ran updates, e.g. ``cpu``. A different type would produce different bits.
-        parts: Host, slices and content of all ranks, by rank.
+        parts: Host, slices, content and replica of all ranks, by rank.
     """
 
     run_id: str

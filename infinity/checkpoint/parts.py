@@ -31,6 +31,8 @@ class Part(NamedTuple):
     """Digest that is equal on ranks that hold the same slices of the same tensors, whatever their page sizes."""
     content: str
     """Digest of the checksums of all pages. Parts with the same slices and content are interchangeable."""
+    replica: int | None
+    """Smallest rank of the replica that the rank belongs to, or None if it is unknown which ranks form a replica."""
 
 
 def host_name() -> str:
@@ -38,13 +40,27 @@ def host_name() -> str:
     return re.sub(r"[^!-~]", "_", socket.gethostname())[:255] or "unknown"
 
 
-def digest_of_slices(described: RunDescription, rank: int) -> str:
+def replica_of(described: RunDescription, groups: Iterable[Sequence[int]]) -> int | None:
+    """Return the value for `Part.replica`.
+
+    It is unknown if a tensor is tensor-parallel, or if tensors are sharded over different ranks.
+
+    Args:
+        described: Description of the pages of a rank.
+        groups: Ranks over which each tensor is sharded.
+    """
+    if any(tensor.tensor_parallel for tensor in described.tensors):
+        return None
+    replicas = {tuple(sorted(group)) for group in groups}
+    return replicas.pop()[0] if len(replicas) == 1 else None
+
+
+def digest_of_slices(described: RunDescription, rank: int, replica: int | None) -> str:
     """Return the digest for `Part.slices`.
 
-    It includes the rank if a tensor is tensor-parallel, because the description does not contain the index of a
-    tensor-parallel part.
+    It includes the rank if `replica` is unknown, because the part is not interchangeable with any other part then.
     """
-    alone = rank if any(tensor.tensor_parallel for tensor in described.tensors) else -1
+    alone = rank if replica is None else -1
     text = json.dumps([described.plain, alone], sort_keys=True)
     return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"
 
@@ -64,8 +80,13 @@ def replicas_differ(parts: Iterable[Part]) -> bool:
 
 
 def replicas(parts: Sequence[Part]) -> list[list[int]]:
-    """Return the ranks of each replica. Replica `n` consists of the n-th rank of each slice."""
-    return [list(ranks) for ranks in zip(*_by_slices(parts).values(), strict=False)]
+    """Return the ranks of each replica, in the order of their smallest ranks; none if they are unknown."""
+    found: dict[int, list[int]] = {}
+    for rank, part in enumerate(parts):
+        if part.replica is None:
+            return []
+        found.setdefault(part.replica, []).append(rank)
+    return list(found.values())
 
 
 def sources(parts: Sequence[Part], present: Collection[int], replica: int = -1) -> tuple[list[int], list[int]]:
@@ -81,6 +102,10 @@ def sources(parts: Sequence[Part], present: Collection[int], replica: int = -1) 
     """
     if replica >= 0:
         every = replicas(parts)
+        if not every:
+            raise CheckpointError(
+                "no replica can be chosen, because parameters are tensor-parallel or sharded over different ranks"
+            )
         if replica >= len(every):
             raise CheckpointError(f"there is no replica {replica}: the checkpoint has {_counted(len(every))}")
         if replicas_differ(parts):

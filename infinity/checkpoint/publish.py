@@ -73,6 +73,7 @@ class CheckpointWriter:
         found: Sequence[Manifest],
         space: CheckpointSpace,
         updated_on: str,
+        replica: int | None,
         mirror: MirrorWriter | None = None,
     ) -> None:
         """Initialize the writer with the checkpoints that already exist.
@@ -87,6 +88,7 @@ class CheckpointWriter:
             found: This rank's manifests of the retained checkpoints, in the order of their steps.
             space: Space reserved for checkpoint files.
             updated_on: Type of the device that runs updates.
+            replica: Smallest rank of this rank's replica, or None if it is unknown. See `replica_of`.
             mirror: Copies this rank's checkpoints to a mirror; ``None`` if there is no mirror.
         """
         # Constant after construction.
@@ -94,7 +96,7 @@ class CheckpointWriter:
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._space, self._updated_on = space, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
-        self._slices = digest_of_slices(described, ranks.rank)
+        self._slices, self._replica = digest_of_slices(described, ranks.rank, replica), replica
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         """Indices of the checkpointed pages, which are all pages except gradient pages."""
         self._checkpoints = {manifest.step: manifest.name.checkpoint for manifest in found}
@@ -162,7 +164,7 @@ class CheckpointWriter:
         this rank was interrupted or lost the others, and otherwise the previous one.
         """
         versions = self._store.versions(self._pages)
-        part = Part(host_name(), self._slices, digest_of_content(versions))
+        part = Part(host_name(), self._slices, digest_of_content(versions), self._replica)
         everywhere = self._ranks.collect((files.new_identity(self._newest), part))
         self._newest = everywhere[0][0]
         checkpoint = CheckpointName(step, self._newest, self._ranks.world_size)

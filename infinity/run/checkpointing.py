@@ -18,6 +18,7 @@ from infinity.checkpoint.mirror import Mirror, MirrorFiles
 from infinity.checkpoint.mirror_writer import MirrorWriter
 from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
+from infinity.checkpoint.parts import replica_of
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.checkpoint.values import save_extra, save_settings
@@ -85,6 +86,7 @@ def make_checkpoint_writer(
         directory.checkpoints,
         space,
         run.update_device,
+        replica_of(described, [torch_private.shard_ranks(member.param) for member in sharded.shards]),
         mirror,
     )
     run.undo.push(checkpoint_writer.close)

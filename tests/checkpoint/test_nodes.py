@@ -12,10 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.held import HeldCheckpoint, problems
 from infinity.checkpoint.manifest import CheckpointName, read_manifest
-from infinity.checkpoint.parts import Part
+from infinity.checkpoint.parts import Part, digest_of_slices, replica_of, sources
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.content.layout import build_layout
 from infinity.errors import CheckpointError
+from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
 from support.separate_nodes import (
@@ -31,6 +35,7 @@ from support.separate_nodes import (
     save_folder,
     train_on,
 )
+from support.train import PAGE
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -181,6 +186,37 @@ def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -
         pair.run(resume, str(tmp_path), "local")
     found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "local")
     assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+
+
+def test_replicas_follow_the_device_mesh(tmp_path: Path) -> None:
+    """Ranks 0, 3 and 1, 2 are replicas. No replica may combine ranks 0 and 2."""
+    pool = RankPool(4)
+    try:
+        states = pool.run(save, str(tmp_path), "permuted")
+    finally:
+        pool.close()
+    for rank in range(4):
+        shutil.copytree(tmp_path / f"node{rank}/nvme0", tmp_path / "all", dirs_exist_ok=True)
+    run = RunFolder.of([str(tmp_path / "all")], next((tmp_path / "all").glob("*/checkpoints")).parent.name)
+    for number, (one, other) in enumerate(((0, 3), (1, 2))):
+        reader = CheckpointReader(run, replica=number)
+        for index, spec in enumerate(reader.tensors):
+            slices = [states[rank][spec.names[0]]["master"].flatten() for rank in (one, other)]
+            assert torch.equal(reader.read(index).flatten(), torch.cat(slices)), spec.names
+
+
+def test_replicas_of_a_mixed_mesh_are_unknown() -> None:
+    """Some tensors are sharded over four ranks, others over two. No replica can be chosen."""
+    described = RunDescription(layout=build_layout((), {}, PAGE), tensors=(), buffers=())
+    assert replica_of(described, [(2, 3), (3, 2)]) == 2
+    assert replica_of(described, [(0, 1, 2, 3), (2, 3)]) is None
+    assert digest_of_slices(described, 2, 2) == digest_of_slices(described, 0, 0)
+    slices = [digest_of_slices(described, rank, None) for rank in range(2)]
+    assert slices[0] != slices[1]
+    parts = [Part("node0", each, "", None) for each in slices]
+    assert sources(parts, [0, 1]) == ([0, 1], [])
+    with pytest.raises(CheckpointError, match="no replica can be chosen"):
+        sources(parts, [0, 1], 0)
 
 
 def test_ranks_that_run_on_other_hosts_copy_their_state(sharded: Path, pair: RankPool, tmp_path: Path) -> None:

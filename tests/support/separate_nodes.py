@@ -33,7 +33,8 @@ def node(folder: str, *, meshes: str = "", swapped: bool = False) -> Iterator[Pa
 
     Args:
         folder: Folder of all nodes.
-        meshes: ``hsdp`` for one replica per rank, ``local`` for one replica per rank that FSDP2 does not synchronize.
+        meshes: ``hsdp`` for one replica per rank, ``local`` for one replica per rank that FSDP2 does not synchronize,
+            ``permuted`` for replicas of ranks 0, 3 and 2, 1 that FSDP2 does not synchronize.
         swapped: Whether ranks run on the nodes in reverse order.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -44,7 +45,11 @@ def node(folder: str, *, meshes: str = "", swapped: bool = False) -> Iterator[Pa
         if not meshes:
             yield place
             return
-        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        names = ("replicate", "shard")
+        if meshes == "permuted":
+            mesh = DeviceMesh("cpu", torch.tensor([[0, 3], [2, 1]]), mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=names)
         chosen: DeviceMesh = mesh if meshes == "hsdp" else mesh["shard"]
         with patch.object(infinity, "mesh", lambda *_: chosen):
             yield place
