@@ -140,9 +140,21 @@ class CheckpointReader(FullState):
         """Access to the files of the checkpoint."""
         return self._files
 
-    def has(self, rank: int) -> bool:
-        """Return whether the files of a rank are present."""
-        return rank in self._held.holders
+    @property
+    def sources(self) -> list[int]:
+        """Ranks whose pages are read."""
+        return self._sources
+
+    def source_of(self, rank: int) -> int:
+        """Return the rank whose state file a rank restores: itself, if its part is present and is read or equals one
+        that is read. Otherwise, the source with the same slices, or the first source.
+        """
+        parts = self._first.parts
+        same = parts[rank].slices if rank < len(parts) else ""
+        source = next((source for source in self._sources if parts[source].slices == same), self._first.rank)
+        if rank in self._held.holders and (rank in self._sources or parts[rank][1:3] == parts[source][1:3]):
+            return rank
+        return source
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
         """Return the optimizer states of a parameter, as (name, dtype)."""

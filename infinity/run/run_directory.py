@@ -13,7 +13,7 @@ from pathlib import Path
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, published_in, read_manifest
 from infinity.checkpoint.mirror import Mirror
-from infinity.checkpoint.parts import located
+from infinity.checkpoint.parts import located, replicas
 from infinity.checkpoint.publish import NoCheckpointError, choose_run, find_checkpoints, list_checkpoints
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.remote_files import open_files
@@ -260,7 +260,7 @@ class RunDirectory:
                 _log.warning(
                     "run %s has %s, so its state is copied to a new run; the old run occupies space until you run "
                     "`infinity store rm %s`",
-                    roots.run_id, _difference(there[-1], reader, ranks), roots.run_id,
+                    roots.run_id, _difference(there[-1], reader, ranks, replica), roots.run_id,
                 )  # fmt: skip
             folder = RunFolder.of(paths, claimed.name_new_run())
         undo.push(partial(folder.remove_rank, ranks.rank, checkpoints=ranks.local_rank == 0))
@@ -287,10 +287,12 @@ class RunDirectory:
         end_all(*([self.source.close] if self.source is not None else []), unmake, self._lock.release)
 
 
-def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ranks) -> str:
+def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ranks, replica: int) -> str:
     """Return the reason why the state must be copied, for a message."""
     if checkpoint.name.world_size == ranks.world_size:
         parts = reader.first.parts
+        if replica >= 0 and len(replicas(parts)) > 1:
+            return f"several replicas, of which run.resume_replica chooses {located(parts, reader.sources)}"
         if checkpoint.absent:
             return f"lost the files of {located(parts, checkpoint.absent)}, which other ranks also hold"
         moved = [rank for rank in range(ranks.world_size) if rank not in checkpoint.holders[rank]]

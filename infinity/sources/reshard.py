@@ -156,14 +156,17 @@ class ReshardSource(FirstValues):
         return checkpointed_buffers(self._reader.first, self._reader.files, model)
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
-        """Restore buffers, settings and, if this rank is in the checkpoint, random states. Return the progress."""
+        """Restore buffers, settings and, from this rank's own part, random states. Return the progress.
+
+        A rank whose part belongs to another replica than the chosen one does not use it.
+        """
         rank = self._ranks.rank
-        was_there = self._reader.has(rank)
-        manifest = self._reader.manifest(rank) if was_there else self._reader.first
+        source = self._reader.source_of(rank)
+        manifest = self._reader.manifest(source)
         indices = [self._index[member.names[0]] for member in members]
         of_param = {id(member.param.sharded_param): index for member, index in zip(members, indices, strict=True)}
         held = [[of_param[id(param)] for param in group["params"] if id(param) in of_param] for group in groups]
-        found = restore(manifest, self._reader.files, model, groups, held, random=was_there)
+        found = restore(manifest, self._reader.files, model, groups, held, random=source == rank)
         scalars = self._reader.scalars()
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
         return replace(found, scalars=by_shard)

@@ -29,10 +29,12 @@ from support.separate_nodes import (
     flat,
     resume,
     resume_differing,
+    resume_rate,
     resume_unreadable,
     resume_with_malformed_archive,
     save,
     save_folder,
+    save_rates,
     train_on,
 )
 from support.train import PAGE
@@ -186,6 +188,14 @@ def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -
         pair.run(resume, str(tmp_path), "local")
     found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "local")
     assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+
+
+def test_state_of_a_rank_comes_from_the_chosen_replica(pair: RankPool, tmp_path: Path) -> None:
+    """The ranks have different learning rates, and the state file of rank 0 is damaged."""
+    pair.run(save_rates, str(tmp_path))
+    (file,) = (tmp_path / "node0/nvme0").glob("*/checkpoints/*.safetensors")
+    file.write_bytes(b"damaged")
+    assert pair.run(resume_rate, str(tmp_path)) == [[2.0], [2.0]]
 
 
 def test_replicas_follow_the_device_mesh(tmp_path: Path) -> None:

@@ -126,6 +126,28 @@ def train_on(folder: str, retained: int) -> None:
         optimizer.save_checkpoint()
 
 
+def save_rates(folder: str) -> None:
+    """Save replicas that differ, whose learning rates are 1 and 2. Called on every rank."""
+    with (
+        node(folder, meshes="local") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer),
+    ):
+        train(RECIPE, model, optimizer, Outcome())
+        for group in optimizer.param_groups:
+            group["lr"] = dist.get_rank() + 1.0
+        optimizer.save_checkpoint()
+
+
+def resume_rate(folder: str) -> list[float]:
+    """Resume from replica 1; return the learning rates. Called on every rank."""
+    settings = {"resume": "latest", "resume_replica": 1}
+    with (
+        node(folder, meshes="local") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (_, optimizer),
+    ):
+        return sorted({group["lr"] for group in optimizer.param_groups})
+
+
 def find_folder(folder: str) -> str:
     """Return the name of the framework's folder to resume from. Called on every rank."""
     with node(folder) as place:
