@@ -215,8 +215,8 @@ class RunConfig:
     )
     resume_replica: int = setting(
         -1,
-        "Replica to resume from, if replicas hold different values and the state must be copied. Replicas are numbered "
-        "in the order of their smallest ranks. -1: any replica; an error if they differ.",
+        "Replica from which all ranks resume, which copies the state. Replicas are numbered in the order of their "
+        "smallest ranks. -1: any replica; an error if they differ and the state must be copied.",
         minimum=-1,
     )
     retained_checkpoints: int = setting(

@@ -108,10 +108,9 @@ def sources(parts: Sequence[Part], present: Collection[int], replica: int = -1) 
             )
         if replica >= len(every):
             raise CheckpointError(f"there is no replica {replica}: the checkpoint has {_counted(len(every))}")
-        if replicas_differ(parts):
-            chosen = every[replica]
-            return chosen, [rank for rank in chosen if rank not in present]
-    elif replicas_differ(parts):
+        chosen = every[replica]
+        return chosen, [rank for rank in chosen if rank not in present]
+    if replicas_differ(parts):
         raise CheckpointError(
             f"its replicas differ ({described_replicas(parts)}). Choose one with run.resume_replica or `infinity "
             "export --replica`"

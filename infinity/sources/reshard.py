@@ -19,7 +19,7 @@ from infinity import torch_private
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import read_manifest
 from infinity.checkpoint.model_state import ResumedState
-from infinity.checkpoint.parts import replicas_differ
+from infinity.checkpoint.parts import sources
 from infinity.checkpoint.publish import check_optimizer, checkpointed_buffers, restore
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import Layout, ShardSpec
@@ -39,11 +39,11 @@ def needs_resharding(
     """Return whether the state must be copied to a new run.
 
     This is the case if the page layout, the number of ranks or the folders of a checkpoint differ on any rank, if a
-    rank does not have its own files, for example because it runs on another host now, or if a replica was chosen among
-    replicas that differ.
+    rank does not have its own files, for example because it runs on another host now, or if one of several replicas was
+    chosen.
 
     Raises:
-        CheckpointError: if a manifest is missing or malformed.
+        CheckpointError: if a manifest is missing or malformed, or if there is no such replica.
     """
 
     def compare() -> bool:
@@ -51,7 +51,8 @@ def needs_resharding(
         if old != new or checkpoint.name.world_size != ranks.world_size or not own:
             return True
         found = read_manifest(old.checkpoints / checkpoint.name.of(ranks.rank).file_name)
-        chosen = replica >= 0 and replicas_differ(found.parts)
+        # also if the replicas are equal: the user may choose an intact one when a page of another one is damaged
+        chosen = replica >= 0 and len(sources(found.parts, checkpoint.holders, replica)[0]) < ranks.world_size
         return chosen or found.layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))

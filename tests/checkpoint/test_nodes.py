@@ -198,6 +198,22 @@ def test_state_of_a_rank_comes_from_the_chosen_replica(pair: RankPool, tmp_path:
     assert pair.run(resume_rate, str(tmp_path)) == [[2.0], [2.0]]
 
 
+def test_intact_replica_is_chosen_among_equal_ones(pair: RankPool, tmp_path: Path) -> None:
+    """A page of replica 0 is damaged. Its pages are not read if replica 1 is chosen."""
+    states = pair.run(save, str(tmp_path), "hsdp")
+    with pytest.raises(RankFailedError, match="there is no replica 5: the checkpoint has 2 replicas"):
+        pair.run(partial(resume, resume_replica=5), str(tmp_path), "hsdp")
+    (data,) = (tmp_path / "node0/nvme0").glob("*/rank00000.pages")
+    data.write_bytes(b"\1" * data.stat().st_size)
+    place = shutil.copytree(tmp_path / "node0/nvme0", tmp_path / "nvme0")
+    shutil.copytree(tmp_path / "node1/nvme0", place, dirs_exist_ok=True)
+    words = ["export", place, "--to", "dcp", "--out", tmp_path / "exported", "--replica"]
+    assert command(*words, "0")[0] != 0
+    assert command(*words, "1")[0] == 0
+    found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "hsdp")
+    assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+
+
 def test_replicas_follow_the_device_mesh(tmp_path: Path) -> None:
     """Ranks 0, 3 and 1, 2 are replicas. No replica may combine ranks 0 and 2."""
     pool = RankPool(4)
