@@ -170,16 +170,21 @@ class ClaimedPaths:
         self.ranks.together("writing the lock files", partial(self.lock.name, run_id))
 
     def page_bytes(self) -> int:
-        """Return the page size of this rank's part of the checkpoint to resume from, or 0 if there is no such part.
+        """Return the page size of the checkpoint to resume from, or 0 if there is none. A collective call.
 
-        A different page size would require copying the state to a new run. If the manifest cannot be read,
-        `RunDirectory.take` reports the error.
+        A different page size would require copying the state to a new run. If a rank has no part of the checkpoint, the
+        state is copied anyway, and all ranks use the same page size, so that replicas can be compared. If a manifest
+        cannot be read, `RunDirectory.take` reports the error.
         """
+        if self.mirrored is not None:
+            return self.mirrored.first.layout.page_bytes
+        own = 0
         if self.resumed is not None and self.ranks.rank in self.checkpoints[-1].holders.get(self.ranks.rank, ()):
             with suppress(OSError, CheckpointError):
                 manifest = self.checkpoints[-1].name.of(self.ranks.rank).file_name
-                return read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
-        return self.mirrored.first.layout.page_bytes if self.mirrored is not None else 0
+                own = read_manifest(self.resumed.checkpoints / manifest).layout.page_bytes
+        everywhere = self.ranks.collect(own)
+        return own if all(everywhere) else next(filter(None, everywhere), 0)
 
     def release(self, cause: BaseException) -> None:
         """Release the lock and restore the paths, unless `RunDirectory.take` has taken them over."""

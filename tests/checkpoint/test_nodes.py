@@ -29,6 +29,7 @@ from support.separate_nodes import (
     flat,
     resume,
     resume_differing,
+    resume_pages,
     resume_rate,
     resume_unreadable,
     resume_with_malformed_archive,
@@ -212,6 +213,13 @@ def test_intact_replica_is_chosen_among_equal_ones(pair: RankPool, tmp_path: Pat
     assert command(*words, "1")[0] == 0
     found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "hsdp")
     assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+
+
+def test_ranks_agree_on_the_page_size_after_a_loss(pair: RankPool, tmp_path: Path) -> None:
+    """Rank 0 has lost its files. It uses the page size of rank 1 instead of choosing its own."""
+    pair.run(save, str(tmp_path), "hsdp")
+    shutil.rmtree(tmp_path / "node0")
+    assert pair.run(resume_pages, str(tmp_path)) == [PAGE, PAGE]
 
 
 def test_replicas_follow_the_device_mesh(tmp_path: Path) -> None:

@@ -148,6 +148,16 @@ def resume_rate(folder: str) -> list[float]:
         return sorted({group["lr"] for group in optimizer.param_groups})
 
 
+def resume_pages(folder: str) -> int:
+    """Resume without a setting for the page size; return the page size. Called on every rank."""
+    settings = {"run": {"resume": "latest"}, "memory": {"host_bytes": "64MiB", "page_bytes": 0}}
+    with (
+        node(folder, meshes="hsdp") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, **settings) as (_, optimizer),
+    ):
+        return optimizer.run.layout.page_bytes
+
+
 def find_folder(folder: str) -> str:
     """Return the name of the framework's folder to resume from. Called on every rank."""
     with node(folder) as place:
