@@ -329,7 +329,7 @@ def test_missing_rank_of_a_present_host_is_named() -> None:
     """The advice to include hosts is only for hosts without files."""
     name = CheckpointName(step=2, identity="0" * 24, world_size=2)
     for other, advice in (("here", ""), ("there", ". Include the named hosts, or restore their folders")):
-        parts = [Part("here", "first", "x"), Part(other, "second", "x")]
+        parts = [Part("here", "first", "x", 0), Part(other, "second", "x", 0)]
         found = HeldCheckpoint(name=name, holders={0: [0]}, parts=parts)
         assert problems([found]) == f"; step 2: 1 of 2 ranks; rank 1 on {other}{advice}"
 
