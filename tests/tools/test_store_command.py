@@ -304,7 +304,7 @@ def test_gc_removes_incomplete_checkpoint(checkpointed):
         state = checkpoints / f"step{step:012d}.rank00000.{body['identity']}.safetensors"
         state.write_bytes(b"x")
         body |= {"step": step, "world_size": world_size}
-        body["parts"] = [["here", f"{rank:016x}", "0" * 16] for rank in range(world_size)]
+        body["parts"] = [["here", f"{rank:016x}", "0" * 16, 0] for rank in range(world_size)]
         text = json.dumps(body)
         partial = checkpoints / f"step{step:012d}.rank00000-of-{world_size:05d}.{body['identity']}.json"
         partial.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
