@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.held import HeldCheckpoint, Seen, held, problems, seen_in, usable
 from infinity.checkpoint.manifest import Published, read_manifest
+from infinity.checkpoint.mirror import Mirror
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.run_folders import (
@@ -321,7 +322,8 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
     folder, here, every = _held(record, settings, ranks)
     complete = [checkpoint.name for checkpoint in usable(every, settings.run.resume_replica)]
     if not complete:
-        return None
+        looking = "looking for the checkpoint in the mirror"
+        return ranks.on_first(looking, partial(_in_mirror, record, settings)) if settings.run.mirror else None
 
     def read() -> dict[str, Any] | None:
         mine = [name for name in here if name.checkpoint == complete[-1]]
@@ -332,6 +334,16 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
 
     told = ranks.collect(ranks.together("reading the checkpoint", read))
     return next((found for found in told if found is not None), None)
+
+
+def _in_mirror(record: Record, settings: Config) -> dict[str, Any] | None:
+    """Return the folder reference in the copy of a checkpoint in the mirror, or None without such a copy."""
+    mirror, replica = Mirror(settings.run.mirror), settings.run.resume_replica
+    copy = mirror.newest(record.step, record.run_id, replica)
+    if copy is None:
+        return None
+    found = mirror.reader(*copy, replica).extra.get(_KEY)
+    return found if isinstance(found, dict) else {}
 
 
 def _held(record: Record, settings: Config, ranks: Ranks) -> tuple[RunFolder, list[Published], list[HeldCheckpoint]]:

@@ -222,3 +222,17 @@ def test_resume_selects_checkpoint_and_logs_every_step_once(tmp_path: Path) -> N
     second = rows(tmp_path / "o")
     assert [row["step"] for row in second] == [1, 2, 3, 4, 5]
     assert [row["loss"] for row in second[:4]] == [row["loss"] for row in first]
+
+
+def test_run_whose_drives_are_lost_resumes_from_its_mirror(tmp_path: Path) -> None:
+    """Losses equal those of a run that was not interrupted."""
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    words = [*TRAIN[:-1], "o", "--data", "text", "--save_strategy", "steps", "--save_steps", "2"]
+    assert run_here(*words, "--max_steps", "3").status == 0
+    expected = [row["loss"] for row in rows(tmp_path / "o")]
+    shutil.rmtree(tmp_path / "o")
+    assert run_here(*words, "--max_steps", "2", "--offload.run.mirror", f"file://{tmp_path}/mirror").status == 0
+    shutil.rmtree(tmp_path / "o" / "nvme")
+    ended = run_here("train", "o/recipe.yaml", "--resume", "--max_steps", "3")
+    assert ended.status == 0, ended.errors
+    assert [row["loss"] for row in rows(tmp_path / "o")] == expected
