@@ -114,16 +114,12 @@ class MirrorWriter:
 
     def finish(self) -> None:
         """Wait until the newest checkpoint has been copied, or has failed to be copied."""
+        self._wait()
         for _ in range(_ATTEMPTS):
-            while self._thread is not None and self._thread.is_alive():
-                self._thread.join(_CHECK_SECONDS)
-                interrupts.check()
             if self._newest is None or self._copied == self._newest[0].name.checkpoint:
                 return
             self._start()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_CHECK_SECONDS)
-            interrupts.check()
+            self._wait()
 
     def close(self) -> None:
         """Stop copying."""
@@ -132,6 +128,11 @@ class MirrorWriter:
             self._thread.join(_END_SECONDS)
             if self._thread.is_alive():
                 _log.warning("the mirror %s does not respond; its newest checkpoint is incomplete", self._mirror)
+
+    def _wait(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_CHECK_SECONDS)
+            interrupts.check()
 
     def _start(self) -> None:
         assert self._newest is not None

@@ -172,9 +172,7 @@ class CheckpointWriter:
         self._store.keep(versions)
         self._not_flushed.append(versions)
 
-        published: list[Manifest] = []
-
-        def write() -> None:
+        def write() -> Manifest:
             model_state.check_persistent(model, self._described.buffers)
             data = model_state.save_tensors(model, outermost, ignored)
             if not self._read_back:
@@ -207,10 +205,11 @@ class CheckpointWriter:
             self._space.hold(self._to_come - 1)
             write_durably(self._folder.checkpoints / manifest.state_file, data)
             files.write_manifest(self._folder.checkpoints, manifest)
-            published.append(manifest)
             self._space.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
+            return manifest
 
-        self._ranks.together(f"checkpoint of step {step}", write, undo=lambda: self._withdraw(checkpoint, versions))
+        what = f"checkpoint of step {step}"
+        manifest = self._ranks.together(what, write, undo=lambda: self._withdraw(checkpoint, versions))
         # Order matters: first every rank publishes, then the manifests of older checkpoints are durably removed, and
         # only then may `adopt` free extents. Otherwise a manifest that reappears after a power loss could refer to
         # overwritten pages.
@@ -231,7 +230,7 @@ class CheckpointWriter:
         self._space.hold(self._to_come)
         if self._mirror is not None:
             progress = self._ranks.collect(self._mirror.progress)
-            self._mirror.published(published[0], tuple(self._checkpoints.values()), progress)
+            self._mirror.published(manifest, tuple(self._checkpoints.values()), progress)
 
     def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
         """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.

@@ -104,7 +104,7 @@ class ClaimedPaths:
         mirrored = None
         if wanted.resume and wanted.mirror:
             mirrored = self._newest_in(wanted.mirror, "" if wanted.resume in ("latest", "auto") else wanted.resume)
-        here, reason = "", "the checkpoint of step {} in the mirror is newer"
+        here = reason = ""
         try:
             if resume := choose_run(self._searched, wanted.resume, ranks, wanted.resume_replica):
                 self.resumed = self._folders_of(resume)
@@ -115,8 +115,10 @@ class ClaimedPaths:
                 raise CheckpointError(str(error)) from None
             reason = str(error)
         if mirrored is not None and mirrored[1].name.identity > here:
-            if ranks.rank == 0 and (here or "{}" not in reason):
-                _log.warning("resuming from the mirror, because %s", reason.format(mirrored[1].name.step))
+            if here:
+                reason = f"the checkpoint of step {mirrored[1].name.step} in the mirror is newer"
+            if ranks.rank == 0 and reason:
+                _log.warning("resuming from the mirror, because %s", reason)
             self.resumed, self.checkpoints = None, []
             self._open_mirrored(wanted.mirror, mirrored)
 
