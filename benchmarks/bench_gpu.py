@@ -26,8 +26,8 @@ and medians of the differences and ratios by round:
 
 The exit status is 2 without a GPU, unless `--device cpu` is given to try the benchmark.
 
-Under torchrun, each variant has one process per rank, with its own GPU and its own batch. The results are those of
-rank 0, per rank: tokens, operations and bytes are not summed over the ranks.
+Under torchrun, each variant runs one process per rank, and each process has its own GPU and its own batch. Rank 0
+reports its own results: tokens, operations and bytes are not summed over the ranks.
 
     python benchmarks/bench_gpu.py --nvme DIR [--model llama-1b --layers 16] [--tokens 16384 --cap-fraction 0.1]
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_gpu.py --nvme DIR

@@ -16,8 +16,8 @@ The suffix `_clip` adds gradient clipping, and `_2_ranks` counts the calls of ra
 The figures of a step are:
 
 - `python_calls` and `torch_calls`: calls of Python functions, and calls into torch, on all threads.
-- `sharding_calls`: the Python calls in FSDP2 and infinity, except those of updates. They gather weights, reduce
-  gradients and hand updates over. `update_calls`: the Python calls on the update thread.
+- `sharding_calls`: the Python calls in FSDP2 and infinity, excluding updates. They gather weights, reduce gradients
+  and submit updates. `update_calls`: the Python calls on the update thread.
 - `cpu_seconds`: processor time of all threads, and `thread_seconds`: processor time of the training thread. Both are
   measured without counting, and include the computation of the model.
 

@@ -48,8 +48,8 @@ def transfer_memory(nbytes: int, node: int = -1) -> memoryview:
     The memory is unmapped when its last view is released. A forked child process sees zeros.
 
     Args:
-        node: NUMA node that provides the memory while it has free memory. -1: any node. A memory
-            policy of the process (numactl) takes precedence.
+        node: NUMA node that provides the memory while it has free memory. -1: any node. A memory policy of the process
+            (numactl) takes precedence.
 
     Raises:
         OSError, ValueError, OverflowError: if there is not enough memory.

@@ -76,7 +76,7 @@ class _Place:
     started: int
     token: str
     hosts_store: bool
-    """Whether the store of the process group is on this node."""
+    """``True`` if the store of the process group is on this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class _Message:
     ended: tuple[tuple[int, int], ...]
     """Rank and process id of processes on this node that have exited."""
     heard: bool
-    """Whether this rank knows of a failure, or that rank 0 has left."""
+    """``True`` if this rank knows that a rank has failed or that rank 0 has left."""
     leaving: bool
     beat: int
     """Heartbeat of this node."""

@@ -125,8 +125,8 @@ def choose(run_id: str, checkpoints: Sequence[HeldCheckpoint], step: int, replic
         replica: Replica to read, or -1 for any.
 
     Raises:
-        CheckpointError: if there is no such checkpoint. The message lists the steps that have one, and what is missing
-            from the others.
+        CheckpointError: if there is no such checkpoint. The message lists the steps that have one, and explains why the
+            other checkpoints are unusable.
     """
     found = usable(checkpoints, replica)
     if chosen := [checkpoint for checkpoint in found if step in (-1, checkpoint.name.step)]:
@@ -140,7 +140,10 @@ def choose(run_id: str, checkpoints: Sequence[HeldCheckpoint], step: int, replic
 
 
 def problems(checkpoints: Sequence[HeldCheckpoint], replica: int = -1) -> str:
-    """Return what is missing from the newest checkpoints, and the fix, as the end of a message; or an empty string."""
+    """Explain, for the end of a message, why the newest checkpoints are unusable, and how to fix this.
+
+    The result is empty if all checkpoints are usable.
+    """
     found = [(checkpoint, checkpoint.problem(replica)) for checkpoint in checkpoints]
     unusable = [f"step {checkpoint.name.step}: {problem}" for checkpoint, problem in found if problem][-_SHOWN:]
     if not unusable:

@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     """Progress of a rank, or of all ranks together."""
 
     idle: bool
-    """Whether no copy is running."""
+    """``True`` if no copy is running."""
     copied: str
     """Identity of the last checkpoint that was copied, or an empty string."""
 
