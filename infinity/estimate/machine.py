@@ -136,9 +136,9 @@ CALL_SECONDS = 3.5e-6
 functions call, the launch of kernels, and waits for the GIL, which all threads of a process share.
 
 The value was fitted to the five steps of `infinity` in benchmarks/results/gpu*.json, which are planned 2 % too short to
-4 % too long with the plans and counts of their commit. It is a mean: on a CPU, a call of an FSDP2 function takes 1.5 µs,
-and a call of an `infinity` function takes 0.7 to 1.2 µs. With the GPU, a step of FSDP2 alone with 2,048 tokens took 3.9 µs per call. Code
-that processed pages one by one took less than 2 µs.
+4 % too long with the plans and counts of their commit. It is a mean: on a CPU, a call of an FSDP2 function takes
+1.5 µs, and a call of an `infinity` function takes 0.7 to 1.2 µs. With the GPU, a step of FSDP2 alone with 2,048 tokens
+took 3.9 µs per call. Code that processed pages one by one took less than 2 µs.
 """
 
 
