@@ -565,7 +565,7 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         wanted = run.settings.run.keep != "never" and run.settings.run.retained_checkpoints > 0
         if steps >= first and run.ranks.rank == 0 and wanted:
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
-            kept = "the run has no checkpoint" if self._checkpointed is None else "no checkpoint contains it"
+            kept = "the run has no checkpoint" if self._checkpointed is None else "the last checkpoint is older"
             _log.warning(
                 '%s discarded: %s; call optimizer.save_checkpoint() before close(), or set run.keep = "never"',
                 which,
