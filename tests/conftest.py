@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +83,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     from support.session import reference
 
     return reference(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Skip the test without Ray, and keep Ray away from the home folder and from clusters of the user."""
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # `tmp_path` is too long for the paths of Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("HOME", folder)
+        yield

@@ -150,6 +150,15 @@ def test_lightning_loop_resumes(tmp_path: Path) -> None:
     assert again.endswith("saved step 8\n")
 
 
+@WIDE
+@pytest.mark.usefixtures("ray_folder")
+def test_ray_train_trains_two_workers(tmp_path: Path) -> None:
+    """`tests/wide/test_ray_train.py` compares the losses, and kills a worker."""
+    printed = run(tmp_path, "ray_train.py", tmp_path / "run", "--steps", 2)
+    assert "step 2: loss " in printed
+    assert [path.name for path in (tmp_path / "run/nvme").glob("*/checkpoints/step*")]
+
+
 def test_every_example_is_documented_and_tested() -> None:
     """Every program is listed in examples/README.md and run by a test in this file."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}
