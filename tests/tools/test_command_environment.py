@@ -1,7 +1,8 @@
-"""Tests of commands under signals, and without a usable home folder."""
+"""Tests of commands under signals, without a home folder or an optional package, and of the modules they import."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import typer
 
-from infinity.cli_errors import failures
+from infinity.cli_errors import failures, write_any_text
 from infinity.config import Config
+from infinity.estimate.machine import CALL_SECONDS
 from infinity_tools.plan import excerpt
 from infinity_tools.trial_folders import PREFIX, trial_folders
-from support.command import environment, run_here
+from support.command import SMALL, environment, run_here
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -93,3 +95,85 @@ def test_unwritable_home_is_named_as_cause(monkeypatch: pytest.MonkeyPatch, caps
     assert ending.value.exit_code == 2
     said = capsys.readouterr().err
     assert "Not a directory; HOME is '/dev/null/home', which cannot be written: set HOME to a writable folder" in said
+
+
+SLOW = ("torch", "numpy", "matplotlib", "transformers", "datasets", "optuna")
+PLAN = "plan --parameters 1e9 --layers 4 --hidden 4096 --vocabulary 32000 --nvme-bandwidth 7e9/5e9 --gpu h100"
+COMMANDS = (
+    "-h",
+    "train -h",
+    "store ls -h",
+    "store ls .",
+    "status",
+    "probe -h",
+    "probe missing",
+    "migrate -h",
+    "migrate ds.json",
+    "doctor -h",
+    "top --once --interval 0.1",
+    "tune -h",
+    "tune --nvme /nowhere/x",
+    "plan -h",
+    f"{PLAN} --host-memory 8GiB",
+)
+
+
+PROGRAM = f"""
+import sys
+from contextlib import suppress
+from infinity_tools.cli import main
+loaded = set()
+for command in {COMMANDS!r}:
+    sys.argv = ["infinity", *command.split()]
+    with suppress(SystemExit):
+        main()
+    planner = {{"numpy"}} if command.startswith("plan --parameters") else set()
+    if new := set(sys.modules) & set({SLOW!r}) - loaded - planner:
+        print(f"SLOW: {{command}} imports {{new}}")
+        loaded |= new
+print("SLOW: done")
+"""
+
+
+def test_commands_do_not_import_slow_packages() -> None:
+    """They also run without a home folder, and on a terminal that shows only ASCII: the plan contains µs.
+
+    `make bench-commands` measures the time.
+    """
+    variables = {**os.environ, "HOME": "/dev/null/home", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=variables, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("SLOW:")] == ["SLOW: done"]
+    assert f"{1e6 * CALL_SECONDS:.1f} ?s per call" in " ".join(done.stdout.split())
+    assert (done.stdout + done.stderr).isascii()
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", b"\xc2\xb5 \xff ?"), ("ascii", b"? \xff ?")])
+def test_any_text_can_be_written(encoding: str, shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a file name are written unchanged."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    write_any_text()
+    print("µ \udcff \ud800", end="", flush=True)
+    assert written.getvalue() == shown
+
+
+def test_missing_package_names_extra(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The message is one line, the status is 2, and nothing is trained."""
+    for package, arguments, extra in [
+        ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
+        ("trl", SMALL, "train"),
+        ("torchao", [*SMALL, "--quantize", "nf4", "--peft.r", "4"], "qlora"),
+        ("transformers", ["train", "--model", "list"], "cli"),
+    ]:
+        with subtests.test(package=package), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
+            monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
+            monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
+            done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--max_length" in arguments else []))
+            assert done.status == 2
+            assert done.output == ""
+            assert len(done.errors.splitlines()) == 1, done.errors
+            assert done.errors.endswith(
+                f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
+            )
+            assert not [*tmp_path.glob("out/nvme/*")]

@@ -1,7 +1,8 @@
-"""Tests of the steps of a probe: comparison with the defaults, space check and plot."""
+"""Tests of the steps of a probe: comparison with the defaults, space check, plot and recommendation."""
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from infinity.config import StorageConfig
-from infinity.errors import BudgetError
+from infinity.config import StorageConfig, load_config
+from infinity.errors import BudgetError, ConfigError
 from infinity.io.probe import targets
 from infinity.io.probe.points import Load, Measurement, Point, latency_of, points_of
 from infinity.io.probe.sustained import Sustained
 from infinity_tools.probe.probe_plot import figure
 from infinity_tools.probe.probe_report import Ask, DaemonRecord, Report
-from infinity_tools.probe.recommendation import Choice
+from infinity_tools.probe.recommendation import Choice, best_size, mixed_speeds, settings_block, usual_size
 from infinity_tools.probe.work import _Work, check
 
 MIB = 1 << 20
@@ -27,12 +28,12 @@ SMALL = (MIB, 1)
 POINTS = points_of(list(Load), [MIB, USUAL[0]], [1, USUAL[1]])
 
 
-def measured(point: Point, speed: float) -> Measurement:
+def measured(point: Point, read: float, write: float = 0.0) -> Measurement:
     """Return a measurement."""
     return Measurement(
         point=point,
-        read_bytes_per_second=speed,
-        write_bytes_per_second=0.0,
+        read_bytes_per_second=read,
+        write_bytes_per_second=write,
         seconds=1.0,
         latency=latency_of([1e-3]),
     )
@@ -128,3 +129,78 @@ def test_plot_has_panel_for_each_measurement() -> None:
         drawn = figure(report({"a $x$ y": one, "b": one}))
         assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 2, 4, 1 + falls] * 2
         drawn.canvas.draw()
+
+
+def test_best_size_prefers_defaults_then_smallest() -> None:
+    """Speeds within 3 % count as equal."""
+    assert usual_size() == USUAL
+    for speeds, best in [
+        ({USUAL: 100.0, (MIB, 1): 102.9}, USUAL),  # equal: the defaults
+        ({USUAL: 100.0, (MIB, 1): 104.0}, (MIB, 1)),
+        ({USUAL: 50.0, (MIB, 8): 98.0, (MIB, 32): 100.0}, (MIB, 8)),  # the smallest that is equally fast
+        ({USUAL: 50.0, (MIB, 8): 96.0, (MIB, 32): 100.0}, (MIB, 32)),
+        ({(4 * MIB, 2): 100.0, (MIB, 8): 100.0}, (MIB, 8)),  # equal bytes in flight: the smaller request
+        ({(MIB, 1): 0.0}, (MIB, 1)),
+    ]:
+        assert best_size(speeds) == best, speeds
+
+
+def test_mixed_speeds_sum_reads_and_writes_of_all_folders() -> None:
+    both, small, read = (
+        Point(load=load, block_bytes=MIB, depth=depth)
+        for load, depth in ((Load.BOTH, 8), (Load.BOTH, 1), (Load.READ, 8))
+    )
+    a = [measured(both, 1.0, 2.0), measured(read, 50.0)]
+    b = [measured(both, 3.0, 4.0), measured(small, 0.5, 0.5)]
+    assert mixed_speeds([a, b]) == {(MIB, 8): 10.0, (MIB, 1): 1.0}
+
+
+def choice(path: str, **values: object) -> Choice:
+    """Return a choice that recommends the defaults, except for `values`."""
+    usual: dict[str, object] = {
+        "paths": (path,), "block_bytes": USUAL[0], "depth": USUAL[1], "engine": "auto", "bytes_per_second": 1e9,
+        "usual_measured": True, "gain": None,
+    }  # fmt: skip
+    return Choice(**(usual | values))  # type: ignore[arg-type]
+
+
+def test_recommended_settings_can_be_loaded(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """Folder names may contain any character."""
+    for name in ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"]:
+        with subtests.test(name=name):
+            folder = tmp_path / name
+            folder.mkdir()
+            text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
+            storage = load_config(tomllib.loads(text)).storage
+            assert storage == StorageConfig(
+                paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads"
+            )
+            file = tmp_path / "probe.toml"
+            file.write_text(text)
+            assert load_config(file).storage == storage
+
+
+def test_invalid_recommendation_raises_config_error(subtests: pytest.Subtests) -> None:
+    for values, says in [
+        ({"block_bytes": 1 << 31}, "request_bytes"),
+        ({"depth": 5000}, "queue_depth"),
+        ({"paths": ("bad\udcff",)}, "TOML"),
+        ({"paths": ("missing/deep/er",)}, "cannot be created"),
+    ]:
+        with subtests.test(says):
+            invalid = choice("x", **values)
+            with pytest.raises(ConfigError, match=says):
+                settings_block(invalid.paths, invalid.block_bytes, invalid.depth, invalid.engine)
+
+
+def test_reasons_explain_recommendation(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    said = " ".join(choice(path).reasons())
+    assert "2 MiB, 32 in flight, the defaults: " in said
+    assert "3%" in said
+    assert "only storage.paths" in said
+    said = " ".join(choice(path, block_bytes=MIB, depth=1, gain=2.0).reasons())
+    assert "1 MiB, 1 in flight: 2.00 times as fast as the defaults" in said
+    assert "only storage.paths" not in said
+    said = " ".join(choice(path, block_bytes=MIB, usual_measured=False).reasons())
+    assert "the defaults (2 MiB, 32) were not measured" in said

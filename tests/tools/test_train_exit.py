@@ -1,11 +1,13 @@
-"""Tests of how `infinity train` exits: finished runs, closed streams, full drives and signals."""
+"""Tests of how `infinity train` exits: finished runs, closed streams, full and failing drives, and signals."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from infinity_tools.signals import StopRequest
 from infinity_tools.train.callbacks import RunCallback
 from support.command import SMALL, Finished, Forked, at_step, environment, run_here
 from support.daemon_process import until
+from support.fault_engine import Fault, FaultKind
+from support.train import faulty
 
 
 def test_resuming_finished_run_changes_nothing(tmp_path: Path) -> None:
@@ -224,3 +228,16 @@ def test_run_longer_than_record_limit_writes_results(tmp_path: Path, monkeypatch
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "full").iterdir()), "the partial file is removed"
+
+
+def test_drive_error_names_last_checkpoint_and_resume_command() -> None:
+    """The command is the last line, and it works after the drive has recovered."""
+    with faulty(Fault(kind=FaultKind.EIO, at=tuple(range(250, 10_000)))):
+        done = run_here(*SMALL, "--max_steps", "60", "--save_steps", "1", "--out", "out")
+    assert done.status == 1
+    error, last = done.errors.splitlines()[-2:]
+    assert re.search(r"error: (read|write) of .* failed: EIO", error)
+    found = re.fullmatch(r"the last checkpoint is step (\d+); resume with: infinity (.*)", last)
+    assert found is not None, last
+    resumed = run_here(*shlex.split(found[2]), "--max_steps", str(int(found[1]) + 1), "--json")
+    assert resumed.summary["first_step"] == int(found[1]) + 1

@@ -1,4 +1,4 @@
-"""Tests of the parts of `infinity tune` without a model: files, folders, trial process and progress view."""
+"""Tests of the parts of `infinity tune` without a model: settings files, folders, trial process and progress view."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity import Config
+from infinity import Config, load_config
 from infinity.errors import ConfigError, InfinityError
 from infinity.store.marker import new_run_id
 from infinity_tools import trial_folders
+from infinity_tools.toml import settings_toml, tree_toml
 from infinity_tools.tune import trial_worker, tune_command
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
 from infinity_tools.tune.progress_view import View
@@ -171,3 +173,24 @@ def test_progress_without_terminal_prints_lines() -> None:
         said = console.file.getvalue()
         assert len(said.splitlines()) == lines
         assert silent or said.endswith("10.0% less time per step with engine [red]threads\n")
+
+
+def test_written_settings_load_unchanged() -> None:
+    """Only values that differ from the defaults are written."""
+    odd = ('/nvme "0"/a\\b', "/nvme\t[1]/ü\x7f", "/nvme'2'/#")
+    settings = Config().with_values(
+        **{"storage.paths": odd, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
+           "memory.page_bytes": 65536 * 3, "storage.request_bytes": 12288, "run.seed": 7, "update.cores": 0}
+    )  # fmt: skip
+    text = settings_toml(settings, ["how it was found", 'with "quotes"'])
+    assert load_config(tomllib.loads(text)) == settings
+    assert text.startswith("# how it was found\n# with ")
+    assert 'host_bytes = "3GiB"' in text
+    assert "timeout_seconds" not in text
+    assert load_config(tomllib.loads(settings_toml(Config()))) == Config()
+
+
+def test_unreadable_settings_are_rejected(subtests: pytest.Subtests) -> None:
+    for tree, words in [({"memory": {"host_byte": 1}}, "host_byte"), ({"storage": {"paths": ["/a\udcff"]}}, "TOML")]:
+        with subtests.test(words), pytest.raises(ConfigError, match=words):
+            tree_toml(tree)
