@@ -128,6 +128,8 @@ class Peers:
             LostRankError: if the process group has been destroyed.
         """
         self._rank = ranks.rank
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        """Host name of each rank."""
         self._told: Callable[[LostRankError], None] | None = None  # see `tell`
         self._thread: threading.Thread | None = None
         if ranks.world_size == 1:
@@ -147,6 +149,7 @@ class Peers:
         mine = places[ranks.rank].node
         self._prefix = f"infinity/{places[0].token}"  # prefix of this run's keys in the store
         self._places = places
+        self.hosts = tuple(place.host for place in places)
         self._processes = {
             rank: place for rank, place in enumerate(places) if place.node == mine and rank != ranks.rank
         }

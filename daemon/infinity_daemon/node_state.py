@@ -7,6 +7,7 @@ clients. Unknown values are omitted rather than reported as 0.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -25,6 +26,8 @@ _BEAT_SECONDS: Final = 5.0
 """Maximum time between two messages of a stream, and maximum time that `/api/state` waits for the first state."""
 _MAX_STALE: Final = 256
 """Maximum number of stale runs in the state."""
+_NUMBER: Final = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
+"""Host name that browsers interpret as an IPv4 address."""
 
 
 class NodeState:
@@ -53,6 +56,8 @@ class NodeState:
         """
         self._drives, self._reservations, self._stale, self._about = drives, reservations, stale, about
         self._runs = Runs(drive_of)  # only used by `observe`
+        self.linked_port = 0
+        """Port of the dashboards on other nodes, to which the runs refer; 0: none."""
         self._news = threading.Condition()  # held only briefly, except while waiting for a new state
         self._number = 0  # number of states built so far; protected by `_news`
         self._tree: Tree = {}  # the current state; replaced, never modified; protected by `_news`
@@ -70,11 +75,11 @@ class NodeState:
         unix = time.time()
         looked, drives = self._drives.found
         runs = self._runs.look(found.snapshots, limits, now, unix)
-        reserved = self._reservations.by_drive()
+        reserved, host = self._reservations.by_drive(), socket.gethostname()
         tree = {
             "time": unix,
-            "node": {"host": socket.gethostname(), **self._about(), "broken_stats_files": found.broken},
-            "runs": runs,
+            "node": {"host": host, **self._about(), "broken_stats_files": found.broken},
+            "runs": [{**run, "pages": _pages(run, host, self.linked_port)} for run in runs],
             "omitted_runs": self._runs.omitted,
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,
@@ -122,6 +127,22 @@ class NodeState:
             if self._text[0] != self._number:
                 self._text = self._number, json.dumps(plain(self._tree), separators=(",", ":")).encode()
             return self._text
+
+
+def _pages(run: Tree, host: str, port: int) -> dict[str, str]:
+    """Return the addresses of a run's dashboards on its other nodes, by host name.
+
+    Only hosts in the domain of this host are included, because another user may have written the names. In a container,
+    the name of a rank's host is not the name of its node, so the names are used only if this host is one of them.
+    """
+    if not port or host not in run.get("hosts", ()):
+        return {}
+    domain = host.partition(".")[2]
+    return {
+        other: f"http://{other}:{port}/#{run['id']}"
+        for other in run.get("other_hosts", ())
+        if other.partition(".")[2] == domain and not _NUMBER.fullmatch(other)
+    }
 
 
 def _stale_tree(run: StaleRun) -> Tree:

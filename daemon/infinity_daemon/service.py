@@ -176,6 +176,7 @@ class Daemon:
                 server.port, registry, self._about, server.host, token=self._token, more=routes(self._state)
             ) as http:
                 self._port = http.port
+                self._state.linked_port = 0 if http.loopback else http.port
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
                 await self._work_until(stop)
         finally:

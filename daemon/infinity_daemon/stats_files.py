@@ -28,6 +28,7 @@ _MAX_USER_FILES: Final = 128
 _MAX_FILE_PATHS: Final = 16
 _MAX_USER_PATHS: Final = 64
 """Maximum number of different paths per user, because the daemon accesses each of them."""
+_MAX_USER_HOSTS: Final = 64
 _MAX_TEXT: Final = 128
 """Maximum length of a text that another user has written, such as the name of a run."""
 _DRAFT = re.compile(r"\..+\.stats\.\d+")
@@ -196,7 +197,8 @@ def _reported(snapshot: Snapshot, owners: Mapping[str, int], named: dict[str, bo
             named[path] = may_name(path, uid)
     paths = tuple(path if named.get(path) else "" for path in paths)
     info = {name: value[:_MAX_TEXT] for name, value in header.info.items()}
-    return replace(snapshot, header=replace(header, run_id=run_id, info={**info, "paths": json.dumps(paths)}))
+    info |= {"paths": json.dumps(paths), "hosts": json.dumps(header.hosts[:_MAX_USER_HOSTS])}
+    return replace(snapshot, header=replace(header, run_id=run_id, info=info))
 
 
 def _remove(path: Path, about: os.stat_result) -> None:

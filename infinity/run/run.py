@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore, hash_threads, lay_out
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
+from infinity.telemetry.stats_file import MAX_HOSTS
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
@@ -166,7 +167,7 @@ class Run:
             moving = open_engine(settings.storage)
             self.engine: Engine = (engine := PacedEngine(moving))
             self.undo.push(partial(self._close_engine, engine))
-            self.stats = stats = _stats_file(settings, self.ranks, self.directory, engine.name)
+            self.stats = stats = _stats_file(settings, self.ranks, self.directory, engine.name, self.peers.hosts)
             # Closed last, because the engine updates it. After a step, its final values can still be scraped.
             self.undo.push_under(lambda: stats.close(keep=stats.snapshot().value("steps_total") > 0))
             self.timeline = timeline = _timeline(settings, self.ranks, layout)
@@ -375,10 +376,11 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
     return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
-def _stats_file(settings: Config, ranks: Ranks, directory: RunDirectory, engine: str) -> Stats:
+def _stats_file(settings: Config, ranks: Ranks, directory: RunDirectory, engine: str, hosts: Sequence[str]) -> Stats:
     """Create this rank's stats file. If there is no usable folder, the counters stay private to this process."""
     paths = [str(Path(path).resolve()) for path in directory.paths]
     continued = directory.continued
+    distinct = tuple(dict.fromkeys((hosts[ranks.rank], *hosts)))  # beginning with this host
     create = partial(
         Stats.create,
         run_id=directory.folder.run_id,
@@ -391,6 +393,7 @@ def _stats_file(settings: Config, ranks: Ranks, directory: RunDirectory, engine:
             "torch_version": torch.__version__,
             "io_engine": engine,
             "paths": json.dumps(paths),
+            "hosts": json.dumps(distinct[:MAX_HOSTS]),
             "weight": str(settings.storage.bandwidth_weight),
             "name": settings.run.name,
             "steps_before": str(continued.step if continued is not None else 0),

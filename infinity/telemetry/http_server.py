@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import socket
 import socketserver
@@ -168,6 +169,8 @@ class HTTPServer:
     def __init__(self, server: _Server) -> None:
         self.port = server.server_port
         """TCP port that the server listens on. If port 0 was requested, this is the port that was chosen."""
+        self.loopback = ipaddress.ip_address(server.server_name).is_loopback
+        """``True`` if other machines cannot connect."""
         self._server = server  # its socket listens until `close`
         self._thread = threading.Thread(  # accepts connections until `close`; each client has its own thread
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-http", daemon=True

@@ -184,6 +184,9 @@ def _look_at(run: _Run, snapshots: Iterable[Snapshot], now: float) -> None:
 def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: DriveOf, unix: float) -> Tree:
     ranks = list(run.ranks.values())
     first = ranks[0].last.snapshot.header
+    # Several containers of a node may have different host names.
+    every = [host for rank in ranks for host in rank.last.snapshot.header.hosts]
+    hosts = list(dict.fromkeys(host for rank in ranks for host in rank.last.snapshot.header.hosts[:1]))
     steps, seconds = _steps(ranks), _mean(_per_step(rank) for rank in ranks)
     target = max(rank.total("training_target_steps") for rank in ranks)
     target = target if math.isfinite(target) and target > 0 else 0.0
@@ -199,6 +202,8 @@ def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: Drive
         status=run_status(rank.last.snapshot for rank in ranks),
         started=first.started,
         world_size=first.world_size,
+        hosts=hosts or None,
+        other_hosts=[host for host in dict.fromkeys(every) if host not in hosts] or None,
         version=first.info.get("version"),
         io_engine=first.info.get("io_engine"),
         steps=first.steps_before + steps,

@@ -131,7 +131,7 @@ class Stats:
             local_rank: Rank within the node.
             world_size: Number of ranks.
             devices: Values of the ``device`` label: ``nvme0``, ``nvme1``, … in the order of the configured paths.
-            info: Texts for ``version``, ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
+            info: Texts by name (see `StatsHeader`).
 
         Raises:
             ConfigError: if an argument is malformed, or if the file cannot be created. In the latter case, the message

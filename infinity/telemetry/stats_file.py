@@ -25,6 +25,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -42,10 +43,13 @@ MAGIC: Final = b"INFSTATS"
 VERSION: Final = 1
 SUFFIX: Final = ".stats"
 MAX_DEVICES: Final = 64
+MAX_HOSTS: Final = 256
 
 _PREAMBLE = struct.Struct("<8sII")
 _MAX_HEADER = 64 * KIB
 _MAX_FILE = 4 * MIB
+_HOST = re.compile(r"(?=.{1,64}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+"""Host name. Linux limits its length."""
 
 Status = Literal["live", "ended", "dead"]
 """Status of the rank: it is running, it has closed its stats file, or it exited without closing it."""
@@ -62,8 +66,8 @@ class StatsHeader:
     `started` is the Unix time at which the file was created. `process_started` (clock ticks since boot) and
     `pid_namespace` (an inode number) distinguish the rank from a later process with the same PID; 0 means unknown.
     `devices` holds the values of the ``device`` label. `info` maps names to texts: ``version``, ``torch_version``,
-    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`), ``weight``, ``name``
-    and ``steps_before``.
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`), ``hosts`` (a JSON list),
+    ``weight``, ``name`` and ``steps_before``.
     """
 
     run_id: str
@@ -81,13 +85,17 @@ class StatsHeader:
     @property
     def paths(self) -> tuple[str, ...]:
         """Configured paths, in the order of `devices`; empty if they were not recorded."""
-        try:
-            found = json.loads(self.info.get("paths", "[]"))
-        except (ValueError, RecursionError):
-            return ()
-        if not isinstance(found, list) or not all(isinstance(path, str) and path.isprintable() for path in found):
-            return ()
-        return tuple(found[:MAX_DEVICES])
+        paths = self._texts("paths")[:MAX_DEVICES]
+        return paths if all(map(str.isprintable, paths)) else ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host name of this rank, followed by those of the other hosts of the run, in the order of their ranks.
+
+        At most `MAX_HOSTS` names; empty if they were not recorded or one of them is not a valid host name.
+        """
+        hosts = self._texts("hosts")[:MAX_HOSTS]
+        return hosts if all(map(_HOST.fullmatch, hosts)) else ()
 
     @property
     def name(self) -> str:
@@ -105,6 +113,14 @@ class StatsHeader:
         """Bandwidth weight relative to other runs (`storage.bandwidth_weight`); 1 if it was not recorded."""
         told = self.info.get("weight", "")
         return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
+
+    def _texts(self, name: str) -> tuple[str, ...]:
+        """Return the texts in a JSON list of `info`; empty if it is missing or invalid."""
+        try:
+            found = json.loads(self.info.get(name, "[]"))
+        except (ValueError, RecursionError):
+            return ()
+        return tuple(found) if isinstance(found, list) and all(isinstance(text, str) for text in found) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

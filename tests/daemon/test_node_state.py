@@ -109,6 +109,23 @@ def test_run_figures_match_its_steps():
     assert rank["tokens_per_second"] == pytest.approx(200)
 
 
+def test_other_hosts_of_a_run_are_named():
+    """Hosts of ranks on this node are not other hosts, even if containers have different names."""
+    hosts = ["pod-0", "pod-1", "node1", "node2"]
+    ranks = [
+        CountedRank(
+            None, rank=rank, world_size=4, hosts=json.dumps(sorted(hosts, key=lambda host: host != hosts[rank]))
+        )
+        for rank in (0, 1)
+    ]
+    (run,) = look(Runs(lambda path: None), ranks, 0.0)
+    assert (run["hosts"], run["other_hosts"]) == (["pod-0", "pod-1"], ["node1", "node2"])
+    (run,) = look(Runs(lambda path: None), [CountedRank(None, hosts='["pod-0"]')], 0.0)
+    assert "other_hosts" not in run
+    (run,) = look(Runs(lambda path: None), [CountedRank(None)], 0.0)
+    assert not {"hosts", "other_hosts"} & run.keys()
+
+
 def test_run_figures_cover_the_last_ten_seconds():
     """A rank that is first seen late reports its overall mean."""
     rank, runs = CountedRank(None), Runs(lambda path: None)
@@ -299,6 +316,25 @@ def test_the_state_is_json_for_non_finite_values(tmp_path):
     assert (tree["node"]["host"], tree["node"]["broken_stats_files"]) == ("node", 3)
     (entry,) = tree["reservations"]
     assert (entry["run_id"], entry["bytes"], entry["path"], entry["pid"]) == ("odd", 1000, str(tmp_path), 7)
+
+
+def test_runs_refer_to_the_dashboards_of_their_other_nodes(monkeypatch):
+    """Only on a node that ranks run on under its own name, and only to hosts in its domain."""
+    others = ["node1.here", "node2.there", "node3", "1.2.3.4", "8", "0x8", "node4.here"]
+
+    def pages(host: str, port: int = 9470) -> dict[str, str]:
+        monkeypatch.setattr("infinity_daemon.node_state.socket.gethostname", lambda: host)
+        state, rank = make_state(), CountedRank(None, hosts=json.dumps(["node0.here", *others]))
+        short = CountedRank(None, rank=1, world_size=2, hosts=json.dumps(["node0", *others]))
+        state.linked_port = port
+        state.observe(Found(snapshots=(rank.stats.snapshot(), short.stats.snapshot()), broken=0), {}, 0.0)
+        return state.now()["runs"][0]["pages"]
+
+    assert pages("node0.here") == {
+        "node1.here": "http://node1.here:9470/#run-1", "node4.here": "http://node4.here:9470/#run-1",
+    }  # fmt: skip
+    assert pages("node0") == {"node3": "http://node3:9470/#run-1"}
+    assert pages("node0", 0) == pages("infinityd-xyz") == {}
 
 
 def test_a_hanging_drive_blocks_only_its_own_thread(monkeypatch, tmp_path):

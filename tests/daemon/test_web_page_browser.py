@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
+import socket
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -167,6 +169,33 @@ def test_markup_in_names_is_shown_as_text(tab, tmp_path):
         assert odd in tab.text("#runs")
         assert tab.value("document.querySelectorAll('main img, main b, main script').length") == 0
         assert "taken" not in tab.value("document.title")
+
+
+def test_a_run_links_to_its_dashboards_on_other_nodes(tab, tmp_path):
+    """Only if the port can be reached from other machines. The link leads to the run."""
+    domain = "".join(socket.gethostname().partition(".")[1:])
+    hosts = json.dumps([socket.gethostname(), f"node1{domain}", "10.0.0.1"])
+    for run in ("one", "two", "three"):
+        for rank in (0, 1, 3):
+            CountedRank(tmp_path, run=run, rank=rank, world_size=6, hosts=hosts)
+    links = """[...document.querySelectorAll('#runs > article:last-child .nodes a')]
+        .map((link) => [link.innerText, link.href])"""
+    with daemon(tmp_path, "--host", "0.0.0.0") as process:
+        open_page(tab, process.port)
+        assert "ranks 0\u20131, 3 of 6 on this node" in tab.text("#runs")
+        assert tab.text("#runs .nodes").split("\n") == [f"node1{domain}", "10.0.0.1"]
+        last = tab.value("document.querySelector('#runs > article:last-child h3').innerText")
+        assert tab.value(links) == [[f"node1{domain}", f"http://node1{domain}:{process.port}/#{last}"]]
+        assert tab.value("scrollY") == 0
+        tab.open("about:blank")
+        tab.open(f"http://127.0.0.1:{process.port}/#{last}")
+        tab.until("scrollY > 0")
+        top = tab.value("document.querySelector('#runs > article:last-child').getBoundingClientRect().top")
+        assert tab.value("document.querySelector('.top').getBoundingClientRect().bottom") <= top < 900
+    with daemon(tmp_path) as process:
+        open_page(tab, process.port)
+        assert tab.value(links) == []
+        assert f"node1{domain}" in tab.text("#runs")
 
 
 def test_both_themes_have_sufficient_contrast(tab, tmp_path):

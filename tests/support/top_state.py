@@ -46,7 +46,7 @@ def run(run_id: str, **values: Any) -> Tree:
     return {**defaults, **values}
 
 
-TRAINING = run("20270115-075959-1a2b3c", name="Qwen3-8B in alice")
+TRAINING = run("20270115-075959-1a2b3c", name="Qwen3-8B in alice", other_hosts=["node1"])
 STARTING = {
     "id": "20270115-080001-3d4e5f", "name": "20270115-080001-3d4e5f", "status": "live", "world_size": 1, "steps": 0.0,
     "io": {"errors": 0.0, "retries": 0.0}, "checkpoint": {"count": 0}, "ranks": [rank(0, steps=0.0)],

@@ -52,6 +52,19 @@ def test_readers_see_the_increments_of_the_writer(tmp_path):
     assert sum(snapshot.values) == pytest.approx(4097 + 7 + 3 + 1e9)  # and every other cell is 0
 
 
+def test_hosts_are_validated():
+    """The list is empty if a name is not a valid host name, and shortened if it is too long."""
+    assert make(None).header.hosts == ()
+    valid = ["node0", "gpu-12.example.org", "my_host", "x" * 64]
+    assert make(None, info={"hosts": json.dumps(valid)}).header.hosts == tuple(valid)
+    for odd in ("", "a b", "a/b", "a:1", "a@b", "<b>", "a..b", "a.", ".a", "ä", "a\n", "x" * 65, 7, None, ["a"]):
+        assert make(None, info={"hosts": json.dumps(["node0", odd])}).header.hosts == (), odd
+    for text in ("", "{}", '"node0"', "[" * 10_000):
+        assert make(None, info={"hosts": text}).header.hosts == (), text
+    many = [f"node{number}" for number in range(1000)]
+    assert make(None, info={"hosts": json.dumps(many)}).header.hosts == tuple(many[:256])
+
+
 def test_stats_file_has_private_mode_and_final_name(tmp_path):
     stats = make(tmp_path / "new" / "folder", rank=3)
     assert stats.path.name == "run-a.rank3.stats"

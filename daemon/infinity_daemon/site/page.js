@@ -177,6 +177,7 @@ class RunView {
     this.name = identified(make("h3", {}, run.name));
     this.badge = make("span.badge");
     this.about = make("span.muted");
+    this.nodes = make("ul.nodes", { "aria-label": `Other nodes of ${run.name}` });
     this.notices = make("ul.notices");
     this.now = 0; // Unix time of the current state
     const since = (time) => ifKnown(time, (then) => `${whole(this.now - then)} ago`);
@@ -228,6 +229,7 @@ class RunView {
       "article.card",
       { "aria-labelledby": this.name.id },
       make("div.head", {}, this.name, this.badge, this.about),
+      this.nodes,
       this.notices,
       this.figures.element,
       make("div.halves", {}, this.loss.figure, this.speed.figure),
@@ -243,6 +245,12 @@ class RunView {
     badge(this.badge, word, kind);
     const begun = run.status === "live" ? `started ${whole(now - run.started)} ago` : undefined;
     put(this.about, [run.name === run.id ? "" : run.id, run.user, ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
+    // A link exists only if the daemon considers the host safe to link to.
+    const nodes = (run.other_hosts ?? []).map((host) => ({ host, page: run.pages[host] }));
+    keep(this.nodes, nodes, ({ host, page }) => `${host} ${page}`, ({ host, page }) => {
+      return { element: make("li", {}, page ? make("a", { href: page }, host) : host), show: () => {} };
+    });
+    this.nodes.hidden = !nodes.length;
     keep(this.notices, noticesOf(run, now), (notice) => notice, (notice) => {
       return { element: make("li", {}, notice), show: () => {} };
     });
@@ -278,9 +286,19 @@ function short(value) {
 }
 
 function ranksOf(run) {
-  const here = run.ranks.length;
-  const noun = run.world_size === 1 ? "rank" : "ranks";
-  return here === run.world_size ? `${here} ${noun}` : `${here} of ${run.world_size} ${noun} on this node`;
+  if (run.ranks.length === run.world_size) return plural(run.world_size, "rank");
+  return `ranks ${spans(run.ranks.map(({ rank }) => rank))} of ${run.world_size} on this node`;
+}
+
+/** Format increasing numbers, such as "0–3, 8". */
+function spans(numbers) {
+  const found = [];
+  for (const number of numbers) {
+    const last = found.at(-1);
+    if (last && number === last.at(-1) + 1) last.splice(1, 1, number);
+    else found.push([number]);
+  }
+  return found.map((span) => span.join("–")).join(", ");
 }
 
 /** Return the notices to show for a run. */
@@ -386,6 +404,8 @@ const space = new Table(
 );
 byId("space").append(space.element);
 
+let linked = location.hash; // "#" and the id of the run that a link on another node's dashboard refers to
+
 function show(state) {
   const now = state.time;
   const { node } = state;
@@ -395,6 +415,11 @@ function show(state) {
   put(byId("clock"), new Date(1000 * now).toLocaleTimeString([], { hourCycle: "h23" }));
   byId("no-runs").hidden = state.runs.length > 0;
   keep(byId("runs"), state.runs.map((run) => ({ run, now })), ({ run }) => run.id, ({ run }) => new RunView(run));
+  const chosen = state.runs.find((run) => `#${run.id}` === linked);
+  if (chosen) {
+    byId("runs").views.get(chosen.id).element.scrollIntoView();
+    linked = "";
+  }
   byId("no-drives").hidden = state.drives.length > 0;
   const late = now - state.drives_time;
   byId("late-drives").hidden = !(late > 5);

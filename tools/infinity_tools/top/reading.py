@@ -140,6 +140,12 @@ def word(tree: Tree, name: str) -> str:
     return value if isinstance(value, str) else "?"
 
 
+def words(tree: Tree, name: str) -> list[str]:
+    """Return a list of texts."""
+    found = tree.get(name)
+    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+
+
 def entries(tree: Tree, name: str) -> list[Tree]:
     """Return a list of trees, for example the ranks of a run."""
     found = tree.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from infinity_tools.top.reading import (
     parts_of,
     status_of,
     word,
+    words,
 )
 from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
 from infinity_tools.top.view_state import State
@@ -52,14 +54,21 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
         run_id, name = word(run, "id"), name_of(run)
         mine = run_id == chosen_run
         block = [_first_line(run, shown, mine=mine and state.interactive)]
-        if bars in ("all", "runs") or (bars == "chosen" and mine):
+        barred = bars in ("all", "runs") or (bars == "chosen" and mine)
+        if barred:
             begin = f"  {run_id}" if name else _of_ranks(run)
             block.append(_bar_line(begin, parts_of(run), shown[0].width, width, plain=state.ascii))
+        ranks = "" if barred and not name else _of_ranks(run)  # unless the line of the bar begins with them
+        hosts = words(run, "other_hosts")
+        if hosts and (barred or run_id in state.expanded):
+            block.append(_hosts_line(hosts, f"{ranks} here; also on" if ranks else "  also on", width))
+            ranks = ""
         if run_id in state.expanded:
             user = word(run, "user")
-            others = [] if user in ("", user_name(os.geteuid())) else [f"user {user}"]
-            if name or others:
-                block.append(Text("    " + ", ".join([run_id, *others, _of_ranks(run).strip()])))
+            other_user = "" if user in ("", user_name(os.geteuid())) else f"user {user}"
+            about = ("" if barred or not name else run_id, other_user, ranks.strip())
+            if any(about):
+                block.append(Text("    " + ", ".join(filter(None, about))))
             block += _more(run, dropped, width)
             for rank in entries(run, "ranks"):
                 block.append(_rank_line(rank, shown))
@@ -135,10 +144,32 @@ def _first_line(run: Tree, shown: Sequence[Column], *, mine: bool) -> Text:
 
 
 def _of_ranks(run: Tree) -> str:
-    here, of = len(entries(run, "ranks")), figure(run, "world_size") or 0
-    if here == of:
-        return f"  {here} rank{'s' if here != 1 else ''}"
-    return f"  {here} of {of:.0f} ranks local"
+    numbers, of = (figure(rank, "rank") for rank in entries(run, "ranks")), figure(run, "world_size") or 0
+    ranks = [int(number) for number in numbers if number is not None and math.isfinite(number)]
+    if len(ranks) == of:
+        return f"  {len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
+    return f"  ranks {_spans(ranks)} of {of:.0f}"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return increasing numbers as text: ``0-3, 8``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _hosts_line(hosts: Sequence[str], begin: str, width: int) -> Text:
+    """Return a line that names as many hosts as fit, but at least one."""
+    for count in range(len(hosts), 0, -1):
+        more = f" and {len(hosts) - count} more" if count < len(hosts) else ""
+        said = f"{begin} {', '.join(hosts[:count])}{more}"
+        if len(said) <= width:
+            break
+    return Text(said, style="dim")
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
