@@ -62,6 +62,8 @@ def rank_families(stats_files: StatsFiles) -> Iterator[Family]:
     yield family_of("daemon_ranks", (((status,), counts[status]) for status in STATS_FILE_STATUSES))
     dead = (snapshot.header for snapshot in found.snapshots if snapshot.status == "dead")
     yield family_of("daemon_dead_ranks", Counter((header.run_id, header.name) for header in dead).items())
+    sizes = {(snapshot.header.run_id,): snapshot.header.world_size for snapshot in found.exported}
+    yield family_of("daemon_run_world_size", sizes.items())
 
 
 def stale_families(stale: StaleRuns) -> Iterator[Family]:

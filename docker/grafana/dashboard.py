@@ -47,6 +47,15 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Training": (
         Panel("Runs", "none", "Runs with stats files.", (("max by (name, run, user, world_size) (run_info)", ""),),
               "table"),
+        Panel(
+            "Nodes and ranks", "short",
+            "Nodes and ranks with metrics. If there are fewer ranks than expected, a node reports nothing.",
+            (
+                ("count by (run) (group by (run, instance) (run_info))", "{{run}} nodes"),
+                ("count by (run) (group by (run, rank) (run_info))", "{{run}} ranks"),
+                ('max by (run) (daemon_run_world_size{run=~"$run"})', "{{run}} ranks expected"),
+            ),
+        ),
         Panel("Loss", "none", "Last reported loss; mean over ranks.", (("avg by (run) (training_loss)", "{{run}}"),)),
         Panel(
             "Tokens per second", "short", "Sum over the ranks of a run.",
@@ -89,6 +98,13 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "Step time by part", "s", "Mean over the selected ranks.",
             ((f"sum by (part) (rate(step_part_seconds_total{_RATE})) / on () group_left () "
               f"sum(rate(steps_total{_RATE}))", "{{part}}"),), "stacked",
+        ),
+        Panel(
+            "Slowest rank", "s",
+            "Time per step outside collectives, in which the other ranks wait. On a GPU, such waits count as compute.",
+            ((f'topk by (run) (1, sum by (run, instance, rank) (rate(step_part_seconds_total{{part!="collective"}}'
+              f"{_RATE})) / sum by (run, instance, rank) (rate(steps_total{_RATE})))",
+              "{{run}}: rank {{rank}} on {{instance}}"),), "stat",
         ),
         Panel(
             "Time by phase", "percentunit", "Includes checkpoints and the time between steps; mean over ranks.",

@@ -357,6 +357,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         _RUN,
         _NAME,
     ),
+    _daemon(
+        "daemon_run_world_size",
+        "gauge",
+        "Number of ranks of a run that has ranks on this node, including its ranks on other nodes.",
+        _RUN,
+    ),
     _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, 0 otherwise.", _COLLECTOR),
     _daemon(
         "daemon_collector_duration_seconds", "gauge", "Duration of the collector's last run, in seconds.", _COLLECTOR

@@ -69,7 +69,8 @@ def promtool(*arguments):
 
 
 def test_promtool_accepts_the_prometheus_configuration():
-    promtool("check", "config", DOCKER / "prometheus/prometheus.yml")
+    for name in ("prometheus", "several-nodes"):
+        promtool("check", "config", DOCKER / f"prometheus/{name}.yml")
 
 
 def test_alert_rules_pass_their_unit_tests():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,29 @@ def test_pod_monitor_selects_the_pods_of_the_daemon() -> None:
     (endpoint,) = monitor["podMetricsEndpoints"]
     assert [port["name"] for port in template["spec"]["containers"][0]["ports"]] == [endpoint["port"]]
     assert {"targetLabel": "job", "replacement": "infinity"} in endpoint["relabelings"]
+
+
+def test_prometheus_finds_the_pods_of_the_daemon(tmp_path: Path) -> None:
+    """`promtool` checks the rest of the file, because not every build of it supports Kubernetes."""
+    template = objects("infinityd.yaml")["DaemonSet"]["spec"]["template"]
+    settings = yaml.safe_load((DEPLOY.parent / "docker/prometheus/kubernetes.yml").read_text())
+    (job,) = settings["scrape_configs"]
+    assert job["job_name"] == "infinity"
+    (discovery,) = job.pop("kubernetes_sd_configs")
+    (selector,) = discovery["selectors"]
+    assert discovery["role"] == selector["role"] == "pod"
+    key, value = selector["label"].split("=")
+    assert template["metadata"]["labels"][key] == value
+    port, instance = job["relabel_configs"]
+    assert port["action"] == "keep"
+    assert port["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    assert port["regex"] == template["spec"]["containers"][0]["ports"][0]["name"]
+    assert instance["target_label"] == "instance"
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    settings["rule_files"] = []
+    (tmp_path / "prometheus.json").write_text(json.dumps(settings))
+    subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.json"], check=True)
 
 
 def test_seccomp_profile_allows_io_uring_and_resolves_conditions() -> None:
