@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def mounts(pod: dict[str, Any]) -> dict[str, str]:
     return {mount["mountPath"]: host[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
 
 
-def test_job_and_daemon_share_drives_runtime_folder_and_user(tmp_path: Path) -> None:
-    daemon, job = objects("infinityd.yaml"), objects("trainer.yaml")
+@pytest.mark.parametrize("name", ["trainer.yaml", "trainer-two-nodes.yaml"])
+def test_job_and_daemon_share_drives_runtime_folder_and_user(name: str, tmp_path: Path) -> None:
+    daemon, job = objects("infinityd.yaml"), objects(name)
     of_daemon, of_job = mounts(pod_of(daemon["DaemonSet"])), mounts(pod_of(job["Job"]))
     shared = {path: place for path, place in of_daemon.items() if place}
     assert shared == {"/run/infinity": "/run/infinity-1000", "/nvme0": "/mnt/nvme0", "/nvme1": "/mnt/nvme1"}
@@ -53,6 +55,28 @@ def test_job_and_daemon_share_drives_runtime_folder_and_user(tmp_path: Path) -> 
     assert [str(Path(path).parent) for path in trainer.storage.paths] == list(node.drives.paths) == ["/nvme0", "/nvme1"]
     assert trainer.telemetry.runtime_dir == node.stats_files.runtime_dir == "/run/infinity"
     assert trainer.run.resume == "auto"
+
+
+def test_job_for_two_nodes_has_a_rendezvous_and_time_for_a_checkpoint() -> None:
+    """`nodes/test_kubernetes_job.py` runs its command."""
+    found = objects("trainer-two-nodes.yaml")
+    service, job = found["Service"], found["Job"]
+    pod, name = pod_of(job), job["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert service["spec"]["selector"] == apart["labelSelector"]["matchLabels"] == labels
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert (job["spec"]["completionMode"], job["spec"]["parallelism"]) == ("Indexed", job["spec"]["completions"])
+    (trainer,) = pod["containers"]
+    words = trainer["command"][2].split()
+    options = {option: value for option, value in pairwise(words) if option.startswith("--")}
+    assert options["--nnodes"] == str(job["spec"]["completions"])
+    assert options["--nproc-per-node"] == str(trainer["resources"]["limits"]["nvidia.com/gpu"])
+    assert options["--rdzv-endpoint"] == f"{name}-0.{pod['subdomain']}:29500"
+    assert words[0] == "exec"  # otherwise, sh would receive SIGTERM and not torchrun
+    assert 60 < int(options["--shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
 
 
 def test_pod_monitor_selects_the_pods_of_the_daemon() -> None:
