@@ -6,11 +6,13 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from infinity import torchrun
+from infinity.errors import ConfigError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.train import resume
@@ -107,9 +109,35 @@ def test_ranks_resume_together_and_their_number_changes() -> None:
     assert (first["first_step"], second["first_step"]) == (1, 2)
     assert first["run_id"] == second["run_id"]
     few = ["train", "--resume", "--out", "o", "--json", "--max_steps", "3"]
-    ended = run_here(*few)
-    assert "their product with the 1 ranks is 8" in error_text(ended)
-    assert run_here(*few, "--gradient_accumulation_steps", "2").summary["first_step"] == 3
+    ended = run_here(*few, "--gradient_accumulation_steps", "3")
+    assert "a step draws 12 examples, but 8 in the run to resume" in error_text(ended)
+    third = run_here(*few).summary
+    fourth = run_ranks(*TRAIN, "--resume", "auto", "--json", "--max_steps", "4").summary
+    assert [found["micro_batches"] for found in (second, third, fourth)] == [1, 2, 1]
+    assert (third["first_step"], fourth["first_step"]) == (3, 4)
+    assert second["tokens_per_step"] == third["tokens_per_step"] == fourth["tokens_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "steps", "expected"),
+    [(2, 4, 3, {}), (1, 4, 3, (4, 6)), (3, 4, 3, (4, 2)), (4, 4, 3, (3, 2)), (24, 4, 3, (1, 1)), (5, 4, 3, {})],
+)
+def test_batch_is_divided_among_another_number_of_ranks(
+    ranks: int, size: int, steps: int, expected: object, tmp_path: Path
+) -> None:
+    """A step of the run has drawn 24 examples. Micro-batches are at most as large as before."""
+    (tmp_path / "data.json").write_text('{"checksum": "c", "batch": 24}')
+    args = SimpleNamespace(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+    found = resume.batch_on(Ranks(rank=0, local_rank=0, world_size=ranks), tmp_path, args)
+    assert (tuple(found.values()) if expected else found) == expected
+
+
+def test_batch_that_cannot_be_divided_raises_an_error(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text('{"checksum": "c", "batch": 8}')
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    three = SimpleNamespace(world_size=3, on_first=lambda _, check: check())
+    with pytest.raises(ConfigError, match=r"8 examples, which cannot be divided equally among 3 ranks"):
+        resume.check_data(tmp_path, "c", args, tmp_path, three)
 
 
 def test_suggested_commands_work_after_training(tmp_path: Path) -> None:

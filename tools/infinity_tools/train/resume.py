@@ -92,6 +92,26 @@ def finished(start: Path, args: Any) -> tuple[str, int] | None:
     return (Record.read(start).run_id, step) if ended else None
 
 
+def batch_on(ranks: Ranks, out: Path, args: Any) -> dict[str, int]:
+    """Return the batch per rank with which a step draws as many examples as in the run to resume.
+
+    Micro-batches do not become larger, because larger ones may exceed the memory.
+
+    Returns:
+        Arguments of the trainer to change. Empty if they are the same, or if the examples of a step cannot be divided
+        equally among the ranks.
+    """
+    file = out / _DATA
+    if not file.is_file():
+        return {}
+    each, rest = divmod(json.loads(file.read_text())["batch"], ranks.world_size)
+    size = args.per_device_train_batch_size
+    if rest or each == size * args.gradient_accumulation_steps:
+        return {}
+    size = next(smaller for smaller in range(min(size, each), 0, -1) if each % smaller == 0)
+    return {"per_device_train_batch_size": size, "gradient_accumulation_steps": each // size}
+
+
 def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: Ranks) -> dict[str, Any]:
     """Return the checksum of the prepared training data and the batch, after comparing them with the run to resume.
 
@@ -112,11 +132,16 @@ def check_data(out: Path, checksum: str, args: Any, start: Path | None, ranks: R
                 f"the prepared data differs from the data of the run in {str(out)!r} (checksum {checksum}, not "
                 f"{before['checksum']}); restore the data and tokenizer, or start a new run with another --out"
             )
+        if before["batch"] % ranks.world_size:
+            raise ConfigError(
+                f"a step of the run to resume draws {before['batch']} examples, which cannot be divided equally among "
+                f"{ranks.world_size} ranks; choose another number of ranks"
+            )
         if before["batch"] != batch:
             raise ConfigError(
                 f"a step draws {batch} examples, but {before['batch']} in the run to resume; choose "
                 "--per_device_train_batch_size and --gradient_accumulation_steps so that their product with the "
-                f"{ranks.world_size} ranks is {before['batch']}"
+                f"number of ranks ({ranks.world_size}) is {before['batch']}, or omit them"
             )
 
     ranks.on_first("checking the prepared data", check)

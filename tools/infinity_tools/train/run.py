@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from infinity_tools.train.datasets import Data
 
 _log = logging.getLogger("infinity")
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NOISE = (
     "parallel_mode != ParallelMode.DISTRIBUTED", "already on multiple devices", "has new PAD/BOS/EOS tokens",
     "tokenizer has been changed", "padding_free", "Mismatch between tokenized prompt",
@@ -103,7 +104,7 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
         view.doing("loading the model's configuration")
         run = Run(recipe, settings, find_source(recipe, ranks), ranks, view, stop, options)
         stack.enter_context(run.open())
-        trainer = run.trainer(mesh, start)
+        trainer = run.trainer(mesh, start, before)
         summary, written = None, []
         if start is not None and (ended := resume.finished(start, trainer.args)):
             _show_finished(*ended, view, options, ranks)
@@ -183,12 +184,13 @@ class Run:
         self._parameters, self._trainable = 0, 0
         self.callback = RunCallback(self._out, ranks, view, stop, self._began)
 
-    def trainer(self, mesh: Any, start: Path | None) -> Any:
+    def trainer(self, mesh: Any, start: Path | None, changed: Container[str]) -> Any:
         """Return the trainer, which stores its state on NVMe when training starts.
 
         Args:
             mesh: Device mesh.
             start: Checkpoint folder from which training will resume, if any.
+            changed: Keys of the recipe whose values differ from the run to resume.
         """
         from infinity.integrations.transformers import attach
         from infinity_tools.train import datasets
@@ -199,7 +201,8 @@ class Run:
         datasets.cache_in(self._out)
         data = datasets.load(recipe, tokenizer, source)
         self._said = data.said
-        args = self._arguments(data)
+        keeps = start is not None and not any(key in changed for key in _BATCH)
+        args = self._arguments(data, keeps_batch=keeps)
         model = build_model(recipe, source, mesh, bf16=self._dtype == "bf16")
         self._parameters, self._trainable = count(model)
         try:
@@ -219,8 +222,13 @@ class Run:
         attach(trainer, self._settings)
         return trainer
 
-    def _arguments(self, data: Data) -> Any:
-        """Return the arguments of the trainer, and complete the recipe."""
+    def _arguments(self, data: Data, *, keeps_batch: bool) -> Any:
+        """Return the arguments of the trainer, and complete the recipe.
+
+        Args:
+            data: Training data.
+            keeps_batch: Whether a step draws as many examples as in the run to resume, on any number of ranks.
+        """
         recipe, source, evaluates = self._recipe, self._source, data.evaluation is not None
         defaults = defaults_for(recipe, data.defaults, pretrained=source.weights is not None, evaluates=evaluates)
         args = arguments_of(recipe, {**defaults, "run_name": self._settings.run.name}, source)
@@ -230,12 +238,20 @@ class Run:
                 "planning the batch",
                 partial(recommended, recipe, self._settings, args, self._dtype, data.train, self._ranks),
             )
-            for name, value in batch.items():
-                setattr(args, name, value)
+            self._set_batch(args, batch)
             defaults |= batch
-            self._said += "\nbatch per rank: " + ", ".join(f"--{name} {value}" for name, value in batch.items())
         complete(recipe, defaults, args, bf16=self._dtype == "bf16")
+        if keeps_batch:  # the recipe keeps the batch for the original number of ranks
+            same = partial(resume.batch_on, self._ranks, self._out, args)
+            self._set_batch(args, self._ranks.on_first("dividing the batch", same))
         return args
+
+    def _set_batch(self, args: Any, batch: dict[str, int]) -> None:
+        """Set the batch per rank, and add it to the description of the data."""
+        for name, value in batch.items():
+            setattr(args, name, value)
+        if batch:
+            self._said += "\nbatch per rank: " + ", ".join(f"--{name} {value}" for name, value in batch.items())
 
     def _new_trainer(self, model: Any, args: Any, data: Data, tokenizer: Any) -> Any:
         from transformers import EarlyStoppingCallback
