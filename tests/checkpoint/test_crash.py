@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import crash
+from support.nodes import Nodes
 from support.processes import run_program
 
 
@@ -32,3 +33,20 @@ def test_runs_killed_many_times_resume_bit_for_bit(tmp_path: Path) -> None:
         resumes, kills, power_losses, *_, commands = map(int, re.findall(r"\d+", line.partition(":")[2]))
         counts = (resumes, kills, power_losses, commands)
         assert all(seen >= least for seen, least in zip(counts, (3, 15, 4, 3), strict=True)), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("trials", "power", "ranks", "seed"),
+    [pytest.param(1, 2, 2, 5, id="few"), pytest.param(20, 10, 4, 3, id="many", marks=pytest.mark.wide)],
+)
+def test_killed_runs_on_nodes_resume_bit_for_bit(
+    trials: int, power: int, ranks: int, seed: int, tmp_path: Path
+) -> None:
+    """Each of two nodes has its own drive, and their ranks may change places."""
+    (folder := tmp_path / "lives").mkdir()
+    with Nodes(tmp_path, 2) as nodes:
+        report = crash.run(trials, power, seed, ranks, folder, nodes)
+    assert not report.failures
+    assert report.trials == trials + power
+    assert report.ends >= power
+    assert report.resumes >= power // 2

@@ -8,157 +8,30 @@ other ranks are killed shortly afterwards, as torchrun does. Some lives use a di
 and continue as a new run. Lives are forked from a process that has imported torch, so that each takes a fraction of a
 second.
 
+With `--nodes 2`, the ranks run on nodes of their own (`support.nodes`), each with its own drive. An interrupted rank
+may take the other processes of its node with it, and the nodes of some lives have changed places.
+
 Between lives, commands are interrupted in the same way: exports, `store gc` and `store rm` (crash_commands.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch._dynamo  # imported before lives are forked
-import torch.distributed as dist
-
 from support.crash_commands import COMMANDS, Commands
-from support.ends import End, ending
-from support.published import complete_checkpoints
-from support.session import Session
-from support.train import KIB, MIB, local, state_on_nvme
-
-STEPS = 5
-RETAINED = 2
-_PATIENCE = 300.0
-_GRACE = 0.05
-"""Maximum seconds between the death of one rank and the kill of the others."""
-
-
-def digest(session: Session) -> str:
-    """Return a digest of the state that must survive: weights, moments, step counts, random states, learning rates."""
-    found = hashlib.sha256()
-    for name, states in sorted(state_on_nvme(session.model, session.optimizer).items()):
-        for kind, value in sorted(states.items()):
-            found.update(f"{name}/{kind}/{value.dtype}".encode())
-            found.update(local(value.float()).numpy().tobytes())
-    found.update(torch.get_rng_state().numpy().tobytes())
-    found.update(repr(random.getstate()).encode())
-    found.update(repr([group["lr"] for group in session.optimizer.param_groups]).encode())
-    found.update(repr(session.scheduler.state_dict()["last_epoch"]).encode())
-    return found.hexdigest()[:16]
-
-
-def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
-    """Run one rank of a life, which writes its progress as lines to the file descriptor `log`.
-
-    It logs digests of its first and last state or, for the `reference`, of the state after every step.
-    """
-
-    def say(*words: object) -> None:
-        os.write(log, (" ".join(map(str, words)) + "\n").encode())
-
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    with ending(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
-        exists = _has_checkpoint(folder / "nvme0")
-        if dist.is_initialized():
-            dist.barrier()  # all ranks check before one of them creates files
-        run = {"resume": "latest" if exists else "", "retained_checkpoints": RETAINED}
-        memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
-        with Session(folder, host_cache="small", run=run, **memory) as session:
-            note = session.optimizer.resumed_extra.get("note", 0)
-            say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
-            say("begun", calls())
-            if not exists:
-                save_checkpoint(session, say)
-            while session.optimizer.steps < STEPS:
-                session.step()
-                if reference or session.optimizer.steps == STEPS:
-                    say("trained", session.optimizer.steps, digest(session), 0)
-                save_checkpoint(session, say)
-        say("calls", calls())
-
-
-def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
-    """Save one checkpoint or, in every other step, two checkpoints that differ only in `extra`."""
-    steps = session.optimizer.steps
-    for note in range(1, 2 + steps % 2):
-        session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
-        say("checkpointed", steps, note)
-
-
-def _has_checkpoint(path: Path) -> bool:
-    return any(complete_checkpoints(run) for run in path.glob("*") if run.is_dir())
-
-
-class Life:
-    """The processes of one life, one per rank."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self._folder, self._ranks = folder, ranks
-
-    def run(
-        self, ends: dict[int, End], seed: int, *, reference: bool = False, other_pages: bool = False
-    ) -> tuple[list[list[list[str]]], int]:
-        """Run the life until all ranks have ended.
-
-        Returns:
-            Logged words of every rank, and the exit status (or negative signal) of the rank that failed first.
-        """
-        logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
-        for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
-            file.unlink(missing_ok=True)
-        began = time.monotonic()
-        options = {"reference": reference, "other_pages": other_pages}
-        children = {self._fork(rank, ends.get(rank, End()), seed, options): rank for rank in range(self._ranks)}
-        timed = [(began + end.seconds, rank) for rank, end in ends.items() if end.seconds is not None]
-        deadline, victim = min(timed, default=(began + _PATIENCE, 0))
-        first: int | None = None
-        grace = random.Random(seed).uniform(0, _GRACE)
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                del children[pid]
-                code = os.waitstatus_to_exitcode(status)
-                if code and first is None:
-                    first, deadline, victim = code, time.monotonic() + grace, -1
-            elif time.monotonic() >= deadline:
-                for child in [child for child, rank in children.items() if victim in (-1, rank)]:
-                    os.kill(child, signal.SIGKILL)
-                deadline = time.monotonic() + _PATIENCE
-            else:
-                time.sleep(0.001)
-        words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
-        return words, first or 0
-
-    def _fork(self, rank: int, end: End, seed: int, options: dict[str, bool]) -> int:
-        child = os.fork()
-        if child:
-            return child
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            if self._ranks > 1:
-                store = dist.FileStore(str(self._folder / "store"), self._ranks)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=self._ranks)
-            log = os.open(self._folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            live(self._folder, log, end, seed, **options)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            status = 0
-        except BaseException:
-            (self._folder / f"trace{rank}").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
+from support.ends import End
+from support.lives import STEPS, Life
+from support.nodes import Node, Nodes
 
 
 @dataclass
@@ -171,16 +44,17 @@ class Report:
     resumes: int = 0
     runs: int = 0
     reshards: int = 0
+    moves: int = 0
     commands: int = 0
     failures: list[str] | None = None
 
 
 class Harness:
-    """Run and kill consecutive runs in one folder."""
+    """Run and kill consecutive runs in one folder, or on nodes."""
 
-    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
-        self.folder, self.rng, self.ranks = folder, random.Random(seed), ranks
-        self.life = Life(folder, ranks)
+    def __init__(self, folder: Path, seed: int, ranks: int, nodes: Sequence[Node] = ()) -> None:
+        self.folder, self.rng, self.ranks, self.nodes = folder, random.Random(seed), ranks, list(nodes)
+        self.life = Life(folder, ranks, self.nodes)
         self.report = Report(failures=[])
         self.expected: list[dict[int, str]] = []
         self.calls = self.start = 0  # system calls of a complete life, and of its startup
@@ -204,20 +78,27 @@ class Harness:
             raise RuntimeError(f"the uninterrupted run exited with status {status}: {words}{self._traces()}")
         self.calls = min(int(said[-1][1]) for said in words)
         self.start = min(int(word[1]) for said in words for word in said if word[0] == "begun")
-        self.commands = Commands(self.folder / "nvme0", self.folder.parent / f"{self.folder.name}-commands")
+        if not self.nodes:
+            self.commands = Commands(self.folder / "nvme0", self.folder.parent / f"{self.folder.name}-commands")
         self._reset()
 
     def trial(self, *, power: bool) -> None:
         """Interrupt a life or a command, and check the results."""
-        if self.rng.random() < 0.25:
+        if not self.nodes and self.rng.random() < 0.25:
             self._command(power)
             return
         end, victim = self._end(power), self.rng.randrange(self.ranks)
         seed = self.rng.randrange(1 << 30)
         before = self._other_pages
         self._other_pages ^= self.rng.random() < 0.15
-        words, status = self.life.run({victim: end}, seed, other_pages=self._other_pages)
-        self.report.reshards += before != self._other_pages and any(said and said[0][0] == "resumed" for said in words)
+        moves = len(self.nodes) > 1 and self.rng.random() < 0.15
+        if moves:
+            self.nodes.reverse()
+        together = len(self.nodes) > 0 and self.rng.random() < 0.5
+        words, status = self.life.run({victim: end}, seed, whole_node=together, other_pages=self._other_pages)
+        resumed = any(said and said[0][0] == "resumed" for said in words)
+        self.report.reshards += resumed and before != self._other_pages
+        self.report.moves += resumed and moves
         self._count(power, status)
         problems = list(self._problems(words, status))
         if problems:
@@ -289,13 +170,14 @@ class Harness:
 
     def _reset(self) -> None:
         self._checkpointed = (-1, 0)
-        for entry in self.folder.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in [self.folder, *(node.folder / "drive0" for node in self.nodes)]:
+            for entry in folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def run(trials: int, power: int, seed: int, ranks: int, folder: Path) -> Report:
-    """Run trials in an empty folder."""
-    harness = Harness(folder, seed, ranks)
+def run(trials: int, power: int, seed: int, ranks: int, folder: Path, nodes: Sequence[Node] = ()) -> Report:
+    """Run trials in an empty folder, or with this folder for logs on nodes with empty drives."""
+    harness = Harness(folder, seed, ranks, nodes)
     harness.reference()
     kinds = [False] * trials + [True] * power
     harness.rng.shuffle(kinds)
@@ -314,29 +196,33 @@ def main() -> int:
         "--power", type=int, default=None, help="number of lives that lose power [default: a fifth of --trials]"
     )
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 2], help="world sizes, between which the trials are divided"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=None,
+        help="world sizes, between which the trials are divided [default: 1 2, or one rank per node]",
     )
+    parser.add_argument("--nodes", type=int, default=0, help="number of nodes; requires root [default: this machine]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--dir", type=Path, default=None, help="folder on the drive to test [default: a temporary folder]"
     )
     options = parser.parse_args()
     power = options.trials // 5 if options.power is None else options.power
+    sizes = options.ranks or ([options.nodes] if options.nodes else [1, 2])
     trials, failures = 0, []
-    for number, ranks in enumerate(options.ranks):
-        mine = [
-            total * (number + 1) // len(options.ranks) - total * number // len(options.ranks)
-            for total in (options.trials, power)
-        ]
+    for number, ranks in enumerate(sizes):
+        mine = [total * (number + 1) // len(sizes) - total * number // len(sizes) for total in (options.trials, power)]
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            (Path(folder) / "lives").mkdir()
-            report = run(*mine, options.seed, ranks, Path(folder) / "lives")
+            (lives := Path(folder) / "lives").mkdir()
+            with Nodes(Path(folder), options.nodes) if options.nodes else nullcontext(()) as nodes:
+                report = run(*mine, options.seed, ranks, lives, nodes)
         trials += report.trials
         failures += report.failures or []
         print(
             f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} kills, of which "
             f"{report.power_losses} with a loss of power, {report.runs} completed runs, {report.reshards} resumes "
-            f"with a different page size, {report.commands} interrupted commands"
+            f"with a different page size, {report.moves} on exchanged nodes, {report.commands} interrupted commands"
         )
     print(*failures, f"{trials} trials, {len(failures)} failures", sep="\n")
     return 1 if failures else 0

@@ -1,0 +1,191 @@
+"""Lives of a training run, which are forked from processes that have imported torch. `crash` kills them.
+
+A life consists of one process per rank, on this machine or on nodes (`support.nodes`) that each have a drive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch._dynamo  # imported before lives are forked
+import torch.distributed as dist
+
+from infinity.checkpoint.held import held, seen_in, usable
+from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
+from support.ends import End, ending
+from support.nodes import Node, Program
+from support.session import Session
+from support.train import KIB, MIB, local, state_on_nvme
+
+STEPS = 5
+RETAINED = 2
+_PATIENCE = 300.0
+_GRACE = 0.05
+"""Maximum seconds between the death of one rank and the kill of the others."""
+
+
+def digest(session: Session) -> str:
+    """Return a digest of the state that must survive: weights, moments, step counts, random states, learning rates."""
+    found = hashlib.sha256()
+    for name, states in sorted(state_on_nvme(session.model, session.optimizer).items()):
+        for kind, value in sorted(states.items()):
+            found.update(f"{name}/{kind}/{value.dtype}".encode())
+            found.update(local(value.float()).numpy().tobytes())
+    found.update(torch.get_rng_state().numpy().tobytes())
+    found.update(repr(random.getstate()).encode())
+    found.update(repr([group["lr"] for group in session.optimizer.param_groups]).encode())
+    found.update(repr(session.scheduler.state_dict()["last_epoch"]).encode())
+    return found.hexdigest()[:16]
+
+
+def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
+    """Run one rank of a life, which writes its progress as lines to the file descriptor `log`.
+
+    It logs digests of its first and last state or, for the `reference`, of the state after every step.
+    """
+
+    def say(*words: object) -> None:
+        os.write(log, (" ".join(map(str, words)) + "\n").encode())
+
+    ranks = Ranks.current() if dist.is_initialized() else Ranks(0, 0, 1)
+    alone = ranks.local_world_size == 1
+    with ending(end, seed, folder, "" if alone else f"rank{ranks.rank:05d}") as calls:
+        exists = _has_checkpoint(ranks.collect(_seen(folder / "nvme0")))  # before a rank creates files
+        run = {"resume": "latest" if exists else "", "retained_checkpoints": RETAINED}
+        memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
+        with Session(folder, host_cache="small", run=run, **memory) as session:
+            note = session.optimizer.resumed_extra.get("note", 0)
+            say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
+            say("begun", calls())
+            if not exists:
+                save_checkpoint(session, say)
+            while session.optimizer.steps < STEPS:
+                session.step()
+                if reference or session.optimizer.steps == STEPS:
+                    say("trained", session.optimizer.steps, digest(session), 0)
+                save_checkpoint(session, say)
+        say("calls", calls())
+
+
+def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
+    """Save one checkpoint or, in every other step, two checkpoints that differ only in `extra`."""
+    steps = session.optimizer.steps
+    for note in range(1, 2 + steps % 2):
+        session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
+        say("checkpointed", steps, note)
+
+
+def _seen(path: Path) -> dict[str, object]:
+    return {run.name: seen_in(RunFolder(run.name, (run,))) for run in path.glob("*") if run.is_dir()}
+
+
+def _has_checkpoint(seen: Sequence[dict[str, object]]) -> bool:
+    runs = {run for each in seen for run in each}
+    return any(usable(held([each.get(run, ([], {})) for each in seen])) for run in runs)
+
+
+class _Forked:
+    """A process that was forked from this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
+
+class Life:
+    """The processes of one life, one per rank. `nodes` have the same number of ranks each; without, this machine."""
+
+    def __init__(self, folder: Path, ranks: int, nodes: Sequence[Node] = ()) -> None:
+        self._folder, self._ranks, self._nodes = folder, ranks, nodes
+
+    def run(
+        self, ends: dict[int, End], seed: int, *, whole_node: bool = False, **options: bool
+    ) -> tuple[list[list[list[str]]], int]:
+        """Run the life until all ranks have ended.
+
+        Args:
+            ends: End of each rank that is interrupted.
+            seed: Seed of the time until the other ranks are killed, and of the effects of a loss of power.
+            whole_node: Whether all processes of a node end together with an interrupted rank.
+            options: See `live`.
+
+        Returns:
+            Logged words of every rank, and the exit status (or negative signal) of the rank that failed first.
+        """
+        logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
+        for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
+            file.unlink(missing_ok=True)
+        began = time.monotonic()
+        left = {rank: self._start(rank, ends.get(rank, End()), seed, options) for rank in range(self._ranks)}
+        timed = [(began + end.seconds, [rank]) for rank, end in ends.items() if end.seconds is not None]
+        deadline, victims = min(timed, default=(began + _PATIENCE, [0]))
+        first: int | None = None
+        grace = random.Random(seed).uniform(0, _GRACE)
+        while left:
+            ended = {rank: code for rank, process in left.items() if (code := process.poll()) is not None}
+            for rank, code in sorted(ended.items(), key=lambda entry: entry[1]):  # a kill before the errors it causes
+                del left[rank]
+                if code and first is None:
+                    first, deadline, victims = code, time.monotonic() + grace, list(left)
+                    if whole_node:
+                        self._node(rank).kill()
+            if time.monotonic() >= deadline:
+                for process in [process for rank, process in left.items() if rank in victims]:
+                    process.signal(signal.SIGKILL)
+                deadline = time.monotonic() + _PATIENCE
+            elif not ended:
+                time.sleep(0.001)
+        words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+        return words, first or 0
+
+    def _node(self, rank: int) -> Node:
+        return self._nodes[rank * len(self._nodes) // self._ranks]
+
+    def _start(self, rank: int, end: End, seed: int, options: dict[str, bool]) -> _Forked | Program:
+        arguments = (self._folder, self._ranks, rank, end, seed, options)
+        if self._nodes:
+            count = self._ranks // len(self._nodes)
+            return self._node(rank).start(
+                _live, Path("drive0"), *arguments,
+                LOCAL_RANK=str(rank % count), LOCAL_WORLD_SIZE=str(count),
+                MASTER_ADDR=self._nodes[0].name, MASTER_PORT="29500",
+            )  # fmt: skip
+        child = os.fork()
+        if child:
+            return _Forked(child)
+        _live(self._folder, *arguments)
+        raise AssertionError
+
+
+def _live(place: Path, shared: Path, ranks: int, rank: int, end: End, seed: int, options: dict[str, bool]) -> None:
+    """Run one rank of a life with its files in `place`, and exit."""
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        if ranks > 1:
+            method = "env://" if "MASTER_ADDR" in os.environ else f"file://{shared / 'store'}"
+            dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+        log = os.open(shared / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        live(place.absolute(), log, end, seed, **options)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        (shared / f"trace{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
