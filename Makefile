@@ -30,7 +30,10 @@ QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py 
 demo: install
 	$(BIN)/infinity train --model llama-100m --max_steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
 
-test: install lint types unit test-wheel
+# Linters, type checks and the tests of the wheel use one core each, so they run two at a time.
+test: install
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types test-wheel
+	$(MAKE) --no-print-directory unit
 
 quick: install lint types
 	$(BIN)/pytest -n 2 --dist worksteal $(QUICK) $(ARGS)
