@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,20 +99,6 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
     if arguments[:1] == ("train",) and not result.exit_code:
         _freeze_train_modules()
     return Finished(status=result.exit_code, output=result.stdout, errors=result.stderr)
-
-
-def run_process(folder: Path, *arguments: str, **variables: str) -> Finished:
-    """Run `infinity` in a new Python process in `folder`, with these environment variables."""
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity_tools", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=folder,
-        env=environment(folder / "tmp") | variables,
-        check=False,
-    )
-    return Finished(status=done.returncode, output=done.stdout, errors=done.stderr)
 
 
 class Forked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
@@ -143,7 +144,7 @@ def test_the_extras_declare_all_dependencies(full_environment: Environment) -> N
 
 
 def test_commands_run_as_another_user(full_environment: Environment, work_folder: Path) -> None:
-    """Training in a read-only folder writes only to `--out`."""
+    """Training in a read-only folder writes only to `--out`, and with `--json` prints only the summary."""
     out = work_folder / "tmp" / "out"
     train = ["infinity", "train", "--model", "tiny", "--max_steps", "3", "--json"]
     failed = full_environment.run(*train)
@@ -151,7 +152,8 @@ def test_commands_run_as_another_user(full_environment: Environment, work_folder
     assert "--out" in failed.stderr
     assert len(failed.stderr.splitlines()) == 1, failed.stderr
     done = full_environment.run(*train, "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == json.loads((out / "summary.json").read_text())
     assert {file.name for file in out.iterdir()} >= {"summary.json", "summary.png", "steps.jsonl"}
     assert not [*(work_folder / "readonly").iterdir()]
     assert out.stat().st_uid == (65534 if os.geteuid() == 0 else os.geteuid())
