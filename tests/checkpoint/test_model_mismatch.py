@@ -19,6 +19,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.reserved_space import CheckpointSpace
 from infinity.errors import CheckpointError, UnsupportedError
 from infinity.store.folder import RunFolder
+from support.mounts import mounted
 from support.train import MIB, Paging, settings
 
 
@@ -161,21 +162,17 @@ def test_unsupported_optimizer_setting_is_rejected_at_startup(tmp_path: Path) ->
 
 def test_failed_allocation_returns_its_space(tmp_path: Path) -> None:
     """ext4 keeps the blocks that it allocated before a failure, so later checkpoints would fail too."""
-    image, mount_point = tmp_path / "image", tmp_path / "mount_point"
-    mount_point.mkdir()
+    image = tmp_path / "image"
     image.write_bytes(b"")
     os.truncate(image, 8 * MIB)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(mount_point)]):
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"cannot mount an ext4 file system: {error}")
     try:
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot create an ext4 file system: {error}")
+    with mounted(tmp_path / "mount_point", "-o", "loop", image) as mount_point:
         space = CheckpointSpace(mount_point / "space", MIB)
         space.reserve(1)
         before = os.statvfs(mount_point).f_bavail
         space.hold(64)
         assert (mount_point / "space").stat().st_size == MIB
         assert os.statvfs(mount_point).f_bavail > before - 16  # blocks; some may store extent metadata
-    finally:
-        subprocess.run(["umount", str(mount_point)], check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.errors import BudgetError, StorageError
 from infinity.units import KIB
+from support.mounts import mounted
 from support.session import Session
 from support.train import MIB, Paging, settings
 
@@ -21,13 +21,7 @@ UNTIL = 2
 
 def attempt(folder: Path, size: int, retained: int) -> bool:
     """Run on a file system of the given size, saving every step; return whether startup failed."""
-    mount_point = folder / "nvme0"
-    mount_point.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
-    try:
+    with mounted(folder / "nvme0", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as mount_point:
         try:
             session = Session(folder, run={"retained_checkpoints": retained})
         except BudgetError:
@@ -39,8 +33,6 @@ def attempt(folder: Path, size: int, retained: int) -> bool:
             assert session.optimizer.steps == UNTIL
             session.run(UNTIL + 1, every=1)
         return False
-    finally:
-        subprocess.run(["umount", str(mount_point)], check=True)
 
 
 @pytest.mark.parametrize("retained", [pytest.param(1, marks=pytest.mark.wide), 2])
@@ -66,12 +58,7 @@ def test_close_removes_the_reserved_space(tmp_path: Path) -> None:
 
 def test_extra_that_does_not_fit_raises(undisturbed: list[float], tmp_path: Path) -> None:
     """The size of `extra` is not known in advance; the error names the file, and the previous checkpoint is kept."""
-    mount_point = tmp_path / "nvme0"
-    mount_point.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount_point)], check=False)
-    if mounted.returncode:
-        pytest.skip("cannot mount a small file system")
-    try:
+    with mounted(tmp_path / "nvme0", "-t", "tmpfs", "-o", "size=16m", "tmpfs"):
         with Session(tmp_path) as session:
             session.run(3)
             with pytest.raises(StorageError, match=r"checkpoint .*No space left"):
@@ -79,8 +66,6 @@ def test_extra_that_does_not_fit_raises(undisturbed: list[float], tmp_path: Path
             assert session.run(6) == undisturbed[3:6]
         with Session(tmp_path, run={"resume": "latest"}) as session:
             assert session.run() == undisturbed[6:]
-    finally:
-        subprocess.run(["umount", str(mount_point)], check=True)
 
 
 class _SharedBuffers(nn.Module):

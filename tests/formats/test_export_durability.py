@@ -6,7 +6,6 @@ import fcntl
 import os
 import pickle
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from infinity.formats.safetensors import export_safetensors
 from infinity.formats.weight_files import read_json
 from infinity.sources.dcp import DcpFolder
 from support import models
+from support.mounts import mounted
 from support.session import Session
 from support.train import MIB, Paging, Recipe, make_optimizer, settings
 
@@ -216,16 +216,8 @@ def test_export_destination_must_be_empty_or_new(
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
-    try:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as place:
         yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_export_to_a_full_drive_raises(

@@ -40,27 +40,13 @@ from infinity.store.folder import (
 from infinity.store.marker import MARKER_NAME, is_run_id, look_for_runs, new_run_id, read_marker, run_ids
 from infinity.untrusted_files import open_own, own_folder, read_own, replacing, write_own
 from support import models
+from support.mounts import read_only
 from support.published import complete_checkpoints
 from support.session import EVERY, RECIPE, STEPS, Session
 from support.train import MIB, Paging, make_optimizer, settings
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files or mount")
-
-
-@contextmanager
-def read_only_mount(folder: Path) -> Iterator[Path]:
-    """Mount a folder a second time, read-only; skip the test if mounting is not permitted."""
-    place = folder.with_name(f"{folder.name}-read-only")
-    place.mkdir()
-    done = subprocess.run(["mount", "--bind", str(folder), str(place)], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def make_run(*paths: Path) -> RunFolder:
@@ -98,7 +84,7 @@ def test_run_is_found_by_folder_name_and_marker(tmp_path: Path) -> None:
     link.symlink_to(root)
     (tmp_path / "20260104-000000-aaaaaa").touch()
     runs, passed = look_for_runs([tmp_path])
-    assert [run.run_id for run in runs] == [run.run_id for run in [run]]
+    assert [found.run_id for found in runs] == [run.run_id]
     assert passed == {
         odd: "it has no infinity.run",
         renamed: f"its infinity.run belongs to run {run.run_id}",
@@ -925,8 +911,8 @@ def test_run_is_resumed_with_paths_in_another_order(tmp_path: Path, undisturbed:
     paths = [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]
     with Session(tmp_path, storage={"paths": paths}) as session:
         session.run(EVERY)
-    copies = subprocess.run(f"cd {paths[0]} && for run in 2*; do cp -r $run $run.bak; done", shell=True, check=True)
-    assert copies.returncode == 0
+    (run,) = (entry for entry in Path(paths[0]).iterdir() if entry.is_dir())
+    shutil.copytree(run, f"{run}.bak")
     with Session(tmp_path, storage={"paths": paths[::-1]}, run={"resume": "latest"}) as session:
         assert session.run() == undisturbed[EVERY:]
     runs, passed = look_for_runs(paths)
@@ -940,7 +926,7 @@ def test_run_on_a_read_only_mount_is_resumed_on_other_paths(tmp_path: Path, undi
         session.run(EVERY)
     (tmp_path / "nvme0" / "infinity.lock.0").write_text("{}")
     (tmp_path / "elsewhere").mkdir()
-    with read_only_mount(tmp_path / "nvme0") as place:
+    with read_only(tmp_path / "nvme0") as place:
         with pytest.raises(ConfigError, match="not writable"):
             Session(tmp_path, host_cache="all", storage={"paths": [str(place)]}, run={"resume": "latest"})
         run = {"resume": "latest", "resume_paths": [str(place)]}
