@@ -56,7 +56,7 @@ def run_folder(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "checkpoint: pages flushed"))
+@pytest.mark.parametrize("where", all_but(KILLS, "forward", "backward", "before step", "checkpoint: pages flushed"))
 def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
     """After kill -9 at any point, the run resumes from the last checkpoint."""
     step = 6 if where.startswith("checkpoint") else 8

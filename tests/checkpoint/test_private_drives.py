@@ -23,6 +23,7 @@ from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
 from support.ranks import RankFailedError, RankPool
 from support.separate_nodes import (
+    State,
     different,
     export,
     find_folder,
@@ -38,6 +39,7 @@ from support.separate_nodes import (
     save_rates,
     train_on,
 )
+from support.tables import all_but
 from support.train import PAGE
 
 
@@ -70,6 +72,21 @@ def sharded(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def saved_replicas(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[State]]:
+    """Checkpoint of step 2 of an HSDP model with a replica per node, and the states of both ranks."""
+    place = tmp_path_factory.mktemp("replicas")
+    return place, pair.run(save, str(place), "hsdp")
+
+
+@pytest.fixture
+def replicas(saved_replicas: tuple[Path, list[State]], tmp_path: Path) -> list[State]:
+    """Copy the checkpoint of two replicas to `tmp_path`; return the states."""
+    place, states = saved_replicas
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    return states
+
+
 def test_store_names_hosts_of_other_ranks(sharded: Path) -> None:
     """Verifying the pages of one node must not look like verifying the checkpoint."""
     nvme = sharded / "node0/nvme0"
@@ -97,7 +114,7 @@ def test_verify_recommends_checkpoint_that_is_intact_on_the_host(pair: RankPool,
     assert [step for step, _ in pair.run(partial(resume, resume_step=1), str(tmp_path))] == [1, 1]
 
 
-@pytest.mark.parametrize("meshes", ["hsdp", "local"])
+@pytest.mark.parametrize("meshes", all_but(["hsdp", "local"], "hsdp"))
 def test_verify_recommends_intact_replica(meshes: str, pair: RankPool, tmp_path: Path) -> None:
     """Both replicas were on one node, or one of them is on another host. Following the advice resumes the run."""
     states = pair.run(save, str(tmp_path), meshes)
@@ -125,10 +142,9 @@ def test_gc_keeps_parts_of_other_nodes_checkpoints(sharded: Path, tmp_path: Path
     assert "removed 0 items" in command("store", "gc", place, "--yes")[1]
 
 
-def test_replicas_of_hsdp_are_interchangeable(pair: RankPool, tmp_path: Path) -> None:
+def test_replicas_of_hsdp_are_interchangeable(replicas: list[State], pair: RankPool, tmp_path: Path) -> None:
     """One node's folder is lost: resume on one and on two ranks, verify and export use the other replica."""
-    states = pair.run(save, str(tmp_path), "hsdp")
-    assert different(*states) == []
+    assert different(*replicas) == []
     shutil.copytree(tmp_path / "node1", tmp_path / "one/node0")
     shutil.rmtree(tmp_path / "node0")
     nvme = tmp_path / "node1/nvme0"
@@ -138,9 +154,9 @@ def test_replicas_of_hsdp_are_interchangeable(pair: RankPool, tmp_path: Path) ->
     assert (status, "step 2" in output) == (0, True), output
 
     step, state = resume(str(tmp_path / "one"))
-    assert (step, different(state, states[0])) == (2, [])
+    assert (step, different(state, replicas[0])) == (2, [])
     found = pair.run(resume, str(tmp_path), "hsdp")
-    assert [(step, different(state, states[0])) for step, state in found] == [(2, [])] * 2
+    assert [(step, different(state, replicas[0])) for step, state in found] == [(2, [])] * 2
 
 
 def test_checkpoint_of_all_ranks_takes_precedence(pair: RankPool, tmp_path: Path) -> None:
@@ -199,9 +215,8 @@ def test_state_of_a_rank_comes_from_the_chosen_replica(pair: RankPool, tmp_path:
     assert pair.run(resume_rate, str(tmp_path)) == [[2.0], [2.0]]
 
 
-def test_intact_replica_is_chosen_among_equal_ones(pair: RankPool, tmp_path: Path) -> None:
+def test_intact_replica_is_chosen_among_equal_ones(replicas: list[State], pair: RankPool, tmp_path: Path) -> None:
     """A page of replica 0 is damaged. Its pages are not read if replica 1 is chosen."""
-    states = pair.run(save, str(tmp_path), "hsdp")
     with pytest.raises(RankFailedError, match="there is no replica 5: the checkpoint has 2 replicas"):
         pair.run(partial(resume, resume_replica=5), str(tmp_path), "hsdp")
     (data,) = (tmp_path / "node0/nvme0").glob("*/rank00000.pages")
@@ -212,12 +227,12 @@ def test_intact_replica_is_chosen_among_equal_ones(pair: RankPool, tmp_path: Pat
     assert command(*words, "0")[0] != 0
     assert command(*words, "1")[0] == 0
     found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "hsdp")
-    assert [(step, different(state, states[1])) for step, state in found] == [(2, [])] * 2
+    assert [(step, different(state, replicas[1])) for step, state in found] == [(2, [])] * 2
 
 
+@pytest.mark.usefixtures("replicas")
 def test_ranks_agree_on_the_page_size_after_a_loss(pair: RankPool, tmp_path: Path) -> None:
     """Rank 0 has lost its files. It uses the page size of rank 1 instead of choosing its own."""
-    pair.run(save, str(tmp_path), "hsdp")
     shutil.rmtree(tmp_path / "node0")
     assert pair.run(resume_pages, str(tmp_path)) == [PAGE, PAGE]
 
@@ -264,7 +279,9 @@ def test_ranks_that_run_on_other_hosts_copy_their_state(sharded: Path, pair: Ran
         assert different(found[rank][1], expected[rank][1]) == []
 
 
-@pytest.mark.parametrize("returns", ["without files", "with an older copy", "with a common checkpoint"])
+@pytest.mark.parametrize(
+    "returns", all_but(["without files", "with an older copy", "with a common checkpoint"], "without files")
+)
 def test_nodes_that_return_with_other_files(returns: str, pair: RankPool, tmp_path: Path) -> None:
     """The newest checkpoint whose slices are all present is resumed. Otherwise, the error names what is missing."""
     pair.run(save, str(tmp_path), "", (1,))
@@ -314,15 +331,12 @@ def test_damaged_page_on_another_node_ends_all_ranks(sharded: Path, pair: RankPo
     assert len(list((tmp_path / "node1/nvme0").iterdir())) == 1, "the new run is removed"
 
 
-@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("not a lost connection")], ids=repr)
-def test_every_error_on_another_node_is_reported(
-    error: Exception, sharded: Path, pair: RankPool, tmp_path: Path
-) -> None:
-    """The serving thread must answer, because the asking rank waits."""
+def test_every_error_on_another_node_is_reported(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
+    """The serving thread must answer, because the asking rank waits. The type is also that of a lost connection."""
     for name in ("node0", "node1"):
         shutil.copytree(sharded / name, tmp_path / name)
-    with pytest.raises(RankFailedError, match=rf"rank \d: {type(error).__name__}: {error}"):
-        pair.run(resume_unreadable, str(tmp_path), error)
+    with pytest.raises(RankFailedError, match=r"rank \d: RuntimeError: not a lost connection"):
+        pair.run(resume_unreadable, str(tmp_path), RuntimeError("not a lost connection"))
 
 
 def test_missing_rank_of_a_present_host_is_named() -> None:
@@ -343,9 +357,9 @@ def test_rank_0_may_be_on_a_node_without_files(sharded: Path, pair: RankPool, tm
         pair.run(resume_differing, str(tmp_path))
 
 
+@pytest.mark.usefixtures("replicas")
 def test_files_for_exports_are_copied_without_links(pair: RankPool, tmp_path: Path) -> None:
     """They are on another node than rank 0. An archive that rank 0 cannot unpack ends all ranks."""
-    pair.run(save, str(tmp_path), "hsdp")
     shutil.rmtree(tmp_path / "node1")
     (tmp_path / "node0").rename(tmp_path / "node1")
     (model,) = (tmp_path / "node1/nvme0").glob("*/checkpoints/model")

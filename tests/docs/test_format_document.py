@@ -97,7 +97,7 @@ CASES = {
     "trained in bf16": Case(policy="pure_bf16", make=self_counting),
     "full rows": Case(make=row_wise),
 }
-ON_ONE_RANK = {"split", "full rows"}
+ON_ONE_RANK = {"split", "full rows", "8bit", "no master", "trained in bf16"}
 
 
 def train_and_checkpoint(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:

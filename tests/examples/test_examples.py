@@ -75,8 +75,9 @@ def test_lora_exports_an_adapter(tmp_path: Path) -> None:
         assert ended.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight").any()
 
 
-def test_two_ranks_runs_under_torchrun(tmp_path: Path) -> None:
-    printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", ranks=2, torchrun=True)
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=WIDE)])
+def test_two_ranks_share_a_checkpoint(torchrun: bool, tmp_path: Path) -> None:
+    printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", ranks=2, torchrun=torchrun)
     assert losses(printed)[-1] < losses(printed)[0]
     assert printed.endswith("checkpointed by 2 ranks\n")
 

@@ -20,7 +20,6 @@ from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, ConfigError, UnsupportedError
 from infinity.estimate.estimate import Workload, estimate
-from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import with_lora
 from infinity.formats.safetensors import export_safetensors
 from infinity.run.space_reservation import FileSpace
@@ -30,7 +29,7 @@ from support import adapted, models
 from support.adapted import ADAPTED
 from support.ranks import RankPool
 from support.tables import all_but, variants
-from support.traffic import STEADY, WARM, matches_plan, wait_until_idle
+from support.traffic import STEADY, WARM, machine_of, matches_plan, wait_until_idle
 from support.train import PAGE, Outcome, Paging, Recipe, batch, compare, host_bytes, settings, train
 
 RANK = 4
@@ -326,12 +325,7 @@ def test_lora_plan_matches_measured_traffic(tmp_path: Path) -> None:
         wait_until_idle(optimizer)
         measured = {op: value - before[op] for op, value in optimizer.run.ledger.total_bytes.items()}
         space = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
-        machine = Machine(
-            drives=Drives(count=1, read=1e9, write=1e9),
-            device=Accelerator(name="", flops=1e12),
-            update_seconds=UPDATE_SECONDS,
-            update_cores=optimizer.run.update_cores,
-        )
+        machine = machine_of(optimizer.run)
     work = Workload(
         batch_tokens=48,
         sequence=24,
@@ -440,7 +434,7 @@ SETTINGS = {name: {} for name in ADAPTED} | {
 WIDE = (
     "lora-rank-stabilized", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
     "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix",
-    "tied-trained", "qlora-int8", "qlora-nf4", "lora-two-adapters", "ia3",
+    "tied-trained", "qlora-int8", "qlora-nf4", "lora-two-adapters", "ia3", "lora-all", "lora-dropout", "dora",
 )  # fmt: skip
 
 
@@ -475,7 +469,7 @@ ON_TWO_RANKS = (
 
 @pytest.mark.parametrize(
     "name",
-    all_but(ON_TWO_RANKS, *(name for name in ON_TWO_RANKS if name not in ("lora", "biases"))),
+    all_but(ON_TWO_RANKS, *(name for name in ON_TWO_RANKS if name != "biases")),
 )
 def test_adapters_on_two_ranks_are_bitwise_equal_to_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
     """Rows of small adapters are divided unevenly, and some ranks have none of them."""

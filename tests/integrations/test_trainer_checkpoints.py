@@ -164,7 +164,7 @@ The folder of step 6 is already complete before its checkpoint is saved.
 """
 
 
-@pytest.mark.parametrize("case", all_but(KILLED, "step, resumed by name", "after the checkpoint"))
+@pytest.mark.parametrize("case", all_but(KILLED, "step", "step, resumed by name", "after the checkpoint"))
 def test_killed_trainer_resumes_exactly(case: str, uninterrupted: Outcome, tmp_path: Path) -> None:
     """Weights, moments, scheduler, random numbers and the order of the data are restored."""
     limit, named, killed, ended = KILLED[case]

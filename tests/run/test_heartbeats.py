@@ -194,7 +194,7 @@ def watch(rank: int, folder: str, stopped: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_stopped_rank_on_another_node_is_reported(stopped: int, tmp_path: Path) -> None:
     """The stopped rank learns that it was given up when it continues."""
     processes = [fork_server().Process(target=watch, args=(rank, str(tmp_path), rank == stopped)) for rank in range(2)]

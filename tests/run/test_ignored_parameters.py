@@ -160,7 +160,7 @@ def test_ignored_parameters_train_and_resume_as_in_memory(kind: str, clip: bool,
     assert compare(kind, clip, False, schedule, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("reduce", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_ignored_parameters_on_two_ranks_train_as_in_memory(pair: RankPool, reduce: bool, tmp_path: Path) -> None:
     """FSDP2 does not reduce their gradients, so that the ranks' values differ unless the caller reduces them."""
     assert pair.run(compare, "AdamW", reduce, reduce, "in_forward", str(tmp_path)) == [[], []]

@@ -21,6 +21,7 @@ from infinity.optim.gradients import Gradients
 from infinity.schedule.cache import Cache
 from support import interrupt_storm, models
 from support.processes import run_program
+from support.tables import WIDE, alternate
 from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
 
 RECIPE = Recipe(model="toy")
@@ -188,8 +189,14 @@ def paged(folder: Path, update_schedule: str, cores: int = 0, **sections: Any) -
     return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
 
 
-@pytest.mark.parametrize(("at", "cores"), [(1, 0), (3, 1)])
-@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize(
+    ("update_schedule", "at", "cores"),
+    [
+        ("in_forward", 3, 1),
+        ("after_backward", 1, 0),
+        *(pytest.param(*row, marks=WIDE) for row in (("in_forward", 1, 0), ("after_backward", 3, 1))),
+    ],
+)
 def test_ctrl_c_does_not_split_an_update(
     update_schedule: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,8 +330,7 @@ def test_zero_grad_drops_unapplied_gradients(tmp_path: Path) -> None:
     assert losses == in_memory()
 
 
-@pytest.mark.parametrize("at", [1, 5])
-@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize(("update_schedule", "at"), alternate(["in_forward", "after_backward"], [1, 5]))
 def test_interrupted_backward_can_be_repeated_after_zero_grad(
     update_schedule: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from infinity.run.update_device import choose_update_device
 from support import models
 from support.command import run_here
 from support.layouts import transformer
+from support.tables import WIDE
 
 CPU = Device(torch.device("cpu"))
 LAYOUT = transformer(1, 4096, 64 << 10)
@@ -126,7 +127,10 @@ def test_default_update_cores(device: str, cores: int, expected: int) -> None:
     assert UpdateConfig(cores=5).thread_cores(device, cores=cores, computing=2) == 5
 
 
-@pytest.mark.parametrize(("cores", "expected", "hashers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])
+@pytest.mark.parametrize(
+    ("cores", "expected", "hashers"),
+    [(1, 0, 0), (6, 1, 2), *(pytest.param(*row, marks=WIDE) for row in ((2, 1, 0), (5, 1, 0), (64, 1, 4)))],
+)
 def test_run_uses_the_cores_of_its_rank(
     cores: int, expected: int, hashers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import infinity
 from infinity.content.format import Role
+from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity.run.run import Run
 from support.train import Outcome, Paging, Recipe, offloaded, train
 
 WARM, STEADY = 3, 12  # enough steps that a page that is transferred early or late is below 1%
@@ -71,3 +73,13 @@ def matches_plan(measured: float, planned: float) -> bool:
     Less traffic than planned is possible, see `test_measured_bytes_match_the_plan_at_every_cache_size`.
     """
     return 0.85 * planned <= measured <= 1.01 * planned
+
+
+def machine_of(run: Run) -> Machine:
+    """Return a machine for estimates with the update cores of a run. Its speed does not matter for bytes."""
+    return Machine(
+        drives=Drives(count=1, read=1e9, write=1e9),
+        device=Accelerator(name="", flops=1e12),
+        update_seconds=UPDATE_SECONDS,
+        update_cores=run.update_cores,
+    )

@@ -15,6 +15,7 @@ from infinity_tools.signals import SIGNALS
 from infinity_tools.top.keyboard import Terminal
 from support.counted_rank import CountedRank
 from support.daemon_process import until
+from support.tables import WIDE
 from support.terminal import IN, OUT, OnTerminal, on_terminal
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -40,7 +41,10 @@ def top(runs: dict[str, CountedRank], tmp_path: Path) -> Iterator[OnTerminal]:
         yield shown
 
 
-@pytest.mark.parametrize(("cause", "status"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [("q", 0), (signal.SIGTERM, 143), *(pytest.param(*row, marks=WIDE) for row in (("\x03", 0), (signal.SIGHUP, 129)))],
+)
 def test_key_or_signal_quits(top: OnTerminal, cause: str | int, status: int) -> None:
     assert not top.modes[3] & (termios.ICANON | termios.ECHO)
     if isinstance(cause, str):
