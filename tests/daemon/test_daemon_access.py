@@ -211,7 +211,8 @@ def test_a_socket_of_another_user_is_not_used(tmp_path, caplog):
         shared.rmdir()
 
 
-def test_a_slow_daemon_response_times_out(tmp_path):
+def test_a_slow_daemon_response_times_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("infinity.daemon_client._ANSWER_SECONDS", 0.3)
     process = listen(tmp_path, os.getuid(), "x" * 1000)
     try:
         began = time.monotonic()

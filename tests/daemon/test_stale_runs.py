@@ -211,8 +211,11 @@ def test_a_run_on_several_paths_is_removed_only_completely(tmp_path: Path, clock
     assert [os.listdir(path) for path in paths] == [[], [], []]
 
 
-def test_nothing_is_removed_while_starts_are_locked(tmp_path: Path, clock: Clock) -> None:
+def test_nothing_is_removed_while_starts_are_locked(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next look removes the run."""
+    monkeypatch.setattr("infinity.store.folder._REMOVE_SECONDS", 0.1)
     make_run(tmp_path)
     runs = make_stale_runs(BOTH, tmp_path)
     runs.look()
