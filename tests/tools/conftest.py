@@ -1,4 +1,4 @@
-"""Fixtures of command tests: an empty folder, and trials in processes that start quickly."""
+"""Fixtures of command tests: an empty folder, trials in processes that start quickly, and a simulated machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.doctor import Machine
 from support.processes import fork_server
 
 
@@ -26,3 +27,9 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the trials of `infinity tune` in a process of `fork_server` instead of a new Python process."""
     context = fork_server()
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Return a machine on which every check passes."""
+    return Machine(tmp_path / "root")

@@ -25,12 +25,6 @@ from support.doctor import GIB, Machine, matches
 PROBE = "infinity probe"
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Return a machine on which every check passes."""
-    return Machine(tmp_path / "root")
-
-
 def look(
     check: Check[Folder], path: str | Path, answer: dict[str, Any] | None = None, root: Path = Path("/")
 ) -> Finding:
