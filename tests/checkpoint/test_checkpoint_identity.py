@@ -22,7 +22,7 @@ from infinity.errors import CheckpointError, LostRankError, StorageError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore
-from support.published import complete_checkpoints
+from support.published import complete_checkpoints, root_of
 from support.ranks import RankPool
 from support.session import Session
 
@@ -49,8 +49,8 @@ def resumed(folder: str) -> tuple[int, Any]:
 
 def run_folder(folder: Path) -> RunFolder:
     """Return the folder of the only run."""
-    (found,) = [entry for entry in (folder / "nvme0").iterdir() if entry.is_dir()]
-    return RunFolder(found.name, (found,))
+    root = root_of(folder)
+    return RunFolder(root.name, (root,))
 
 
 def test_all_ranks_resume_from_the_same_of_two_checkpoints(

@@ -33,6 +33,7 @@ from infinity.store.folder import FolderLock, holders
 from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
+from support.published import flip, root_of
 from support.ranks import RankPool
 from support.session import EVERY, KILLS, STEPS, Session, run_killed_session
 from support.tables import all_but
@@ -50,12 +51,6 @@ def resumed(folder: Path) -> tuple[int, list[float]]:
         return first, session.run(min(first + EVERY, STEPS))
 
 
-def run_folder(folder: Path) -> Path:
-    """Return the folder of the only run."""
-    (found,) = [entry for entry in (folder / "nvme0").iterdir() if entry.is_dir()]
-    return found
-
-
 @pytest.mark.parametrize("where", all_but(KILLS, "forward", "backward", "before step", "checkpoint: pages flushed"))
 def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
     """After kill -9 at any point, the run resumes from the last checkpoint."""
@@ -65,7 +60,7 @@ def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tm
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
     assert losses == undisturbed[first : first + EVERY]
-    leftovers = [file.name for file in (run_folder(tmp_path) / "checkpoints").glob("step*")]
+    leftovers = [file.name for file in (root_of(tmp_path) / "checkpoints").glob("step*")]
     assert len(leftovers) == 2, "one manifest and its state file"
 
 
@@ -109,7 +104,7 @@ def test_latest_resumes_the_newest_run_with_a_checkpoint(undisturbed: list[float
     """Newer runs without a checkpoint, or with one that is incomplete on one of two ranks, are skipped."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-    checkpointed = run_folder(tmp_path)
+    checkpointed = root_of(tmp_path)
     (manifest,) = (checkpointed / "checkpoints").glob("step*.json")
     for number, names in enumerate([[], [manifest.name.replace("of-00001", "of-00002")]]):
         later = checkpointed.with_name(f"29991231-00000{number}-000000") / "checkpoints"
@@ -188,7 +183,7 @@ def checkpoints_in(folder: Path, rank: int) -> dict[int, Path]:
 
 def retained_steps(folder: Path) -> list[int]:
     """Return the steps of the existing checkpoints."""
-    return sorted(checkpoints_in(run_folder(folder) / "checkpoints", 0))
+    return sorted(checkpoints_in(root_of(folder) / "checkpoints", 0))
 
 
 def test_newest_checkpoints_are_retained(undisturbed: list[float], tmp_path: Path) -> None:
@@ -212,10 +207,10 @@ def test_resume_from_an_earlier_checkpoint_if_the_newest_is_corrupt(undisturbed:
     """The error about the corrupt page recommends an earlier checkpoint."""
     with Session(tmp_path, run={"retained_checkpoints": 2}) as session:
         session.run(6)
-    files = checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)
+    files = checkpoints_in(root_of(tmp_path) / "checkpoints", 0)
     newest, older = (read_manifest(files[step]).pages for step in (6, 3))
     page = next(page for page in newest if newest[page] != older[page])
-    flip(run_folder(tmp_path) / "rank00000.pages", newest[page].extent.offset)
+    flip(root_of(tmp_path) / "rank00000.pages", newest[page].extent.offset)
     with (
         pytest.raises(CorruptPageError, match="resume from an earlier checkpoint"),
         Session(tmp_path, run=LATEST) as session,
@@ -268,12 +263,12 @@ def test_flipped_bit_is_reported_with_page_and_offset(tmp_path: Path) -> None:
         names = [
             session.optimizer.run.layout.page_name(index) for index in range(len(session.optimizer.run.layout.pages))
         ]
-    versions = read_manifest(checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)[EVERY]).pages
+    versions = read_manifest(checkpoints_in(root_of(tmp_path) / "checkpoints", 0)[EVERY]).pages
     shutil.copytree(tmp_path / "nvme0", tmp_path / "good")
     for page in sorted(versions)[:: max(1, len(versions) // 3)]:
         shutil.rmtree(tmp_path / "nvme0")
         shutil.copytree(tmp_path / "good", tmp_path / "nvme0")
-        file, extent = run_folder(tmp_path) / "rank00000.pages", versions[page].extent
+        file, extent = root_of(tmp_path) / "rank00000.pages", versions[page].extent
         flip(file, extent.offset + 100)
         with (
             pytest.raises(CorruptPageError) as caught,
@@ -284,15 +279,6 @@ def test_flipped_bit_is_reported_with_page_and_offset(tmp_path: Path) -> None:
         assert (caught.value.path, caught.value.offset) == (str(file), extent.offset)
         for word in (names[page], str(file), str(extent.offset)):
             assert word in str(caught.value)
-
-
-def flip(file: Path, offset: int) -> None:
-    """Invert one bit of a file."""
-    with open(file, "r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 1]))
 
 
 def test_second_run_in_a_folder_is_rejected(tmp_path: Path) -> None:
@@ -454,12 +440,12 @@ def checkpoint_and_resume_on_ranks(folder: str) -> list[str]:
 def test_two_ranks_save_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
     """A checkpoint that lacks the files of one rank cannot be resumed, on any number of ranks."""
     assert pair.run(checkpoint_and_resume_on_ranks, str(tmp_path)) == [[], []]
-    (manifest,) = checkpoints_in(run_folder(tmp_path) / "checkpoints", 1).values()
+    (manifest,) = checkpoints_in(root_of(tmp_path) / "checkpoints", 1).values()
     manifest.unlink()
-    checkpoints_before = sorted((run_folder(tmp_path) / "checkpoints").iterdir())
+    checkpoints_before = sorted((root_of(tmp_path) / "checkpoints").iterdir())
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         Session(tmp_path, run=LATEST)
-    assert sorted((run_folder(tmp_path) / "checkpoints").iterdir()) == checkpoints_before
+    assert sorted((root_of(tmp_path) / "checkpoints").iterdir()) == checkpoints_before
 
 
 def test_data_is_flushed_before_the_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

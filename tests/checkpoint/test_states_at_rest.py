@@ -16,6 +16,7 @@ import torch.distributed as dist
 from infinity.checkpoint.manifest import checksum_of, read_manifest
 from infinity.errors import InfinityError
 from support.command import ROOT, run_here
+from support.published import flip, root_of
 from support.ranks import RankPool
 from support.session import Session
 
@@ -35,13 +36,6 @@ def state_file(root: Path, step: int = 2) -> Path:
     """Return the path of the state file of rank 0."""
     (found,) = (root / "checkpoints").glob(f"step{step:012d}.rank00000.*.safetensors")
     return found
-
-
-def flip(file: Path, offset: int | None = None) -> None:
-    """Invert one bit, by default in the middle of the file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if offset is None else offset] ^= 1
-    file.write_bytes(content)
 
 
 def damage(file: Path) -> None:
@@ -135,12 +129,6 @@ def resume(folder: str) -> tuple[str, float]:
             return f"step {step}", session.step()
     except InfinityError as error:
         return type(error).__name__, 0.0
-
-
-def root_of(folder: Path) -> Path:
-    """Return the folder of the only run."""
-    (found,) = (entry for entry in (folder / "nvme0").iterdir() if entry.is_dir())
-    return found
 
 
 def test_commands_agree_with_the_failures_page(subtests: pytest.Subtests, pair: RankPool, tmp_path: Path) -> None:

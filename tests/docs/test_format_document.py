@@ -37,6 +37,7 @@ from infinity.store.marker import look_for_runs
 from support import format_reader as document
 from support import models, optimizers
 from support.layouts import FORMATS, layouts
+from support.published import flip
 from support.ranks import RankPool
 from support.train import MIB, Paging, batch, settings, state_on_nvme
 
@@ -395,17 +396,11 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object], rank
     write_manifest(file, json.dumps(body))
 
 
-def flip_bit(file: Path, offset: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[offset] ^= 1
-    file.write_bytes(content)
-
-
 def flip_bit_in_page(folder: Path) -> None:
     """Invert one bit in the last byte of a page, which is padding."""
     path, offset, length, _ = body_of(manifest_of(folder, 1))["pages"]["1"]
     (file,) = folder.glob(f"nvme{path}/*/rank00001.pages")
-    flip_bit(file, offset + length - 1)
+    flip(file, offset + length - 1)
 
 
 def swap_pages(body: dict[str, Any]) -> None:
@@ -446,9 +441,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit in a page": flip_bit_in_page,
     "two swapped pages": lambda folder: edit_manifest(folder, swap_pages),
     "a truncated data file": truncate,
-    "a flipped bit in a manifest": lambda folder: flip_bit(manifest_of(folder, 1), 500),
+    "a flipped bit in a manifest": lambda folder: flip(manifest_of(folder, 1), 500),
     "swapped manifests": lambda folder: swap_files(manifest_of(folder, 0), manifest_of(folder, 1)),
-    "a flipped bit in a state file": lambda folder: flip_bit(state_of(folder, 1), -1),
+    "a flipped bit in a state file": lambda folder: flip(state_of(folder, 1), -1),
     "a duplicate key": duplicate_key,
     "an unknown field": lambda folder: edit_manifest(folder, lambda body: body.update(note="")),
     "a different identity in a manifest": lambda folder: edit_manifest(

@@ -23,6 +23,7 @@ from infinity_tools.cli import app, main
 from infinity_tools.store import _advice
 from infinity_tools.stored_runs import BadPage, Check, good_checkpoint, stored_runs
 from support.command import SMALL, run_here
+from support.published import flip
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_ls_verify_and_rm(checkpointed):
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     pages = json.loads(json.loads(manifest.read_text())["body"])["pages"]
     page, (_, offset, length, _) = next((page, entry) for page, entry in pages.items() if entry[0] == 0)
-    _flip(victim, offset + length // 2)
+    flip(victim, offset + length // 2)
     status, output = _command("verify", first, second, "--json")
     assert status == 1
     (bad,) = json.loads(output)["bad"]
@@ -202,7 +203,7 @@ def test_scrub_checks_live_runs_and_suggests_fix(checkpointed):
     assert _command("scrub", *folders, "--rate", "0")[0] == 2
 
     page, version = next((page, v) for page, v in read_manifest(manifest).pages.items() if v.extent.path == 0)
-    _flip(first / run_id / "rank00000.pages", version.extent.offset)
+    flip(first / run_id / "rank00000.pages", version.extent.offset)
     status, output = _command("scrub", *folders, "--json")
     (bad,) = json.loads(output)["bad"]
     assert (status, bad["page"]) == (1, page)
@@ -333,14 +334,6 @@ def _locked(path, run_id):
     lock = FolderLock.acquire([path], run_id, 0)
     yield
     lock.release()
-
-
-def _flip(file: Path, offset: int) -> None:
-    with open(file, "r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)
-        opened.seek(offset)
-        opened.write(bytes([byte[0] ^ 1]))
 
 
 def test_wrong_folder_suggests_run_folder(subtests: pytest.Subtests, trained: tuple[Path, str]) -> None:
