@@ -16,7 +16,7 @@ from typing import Final
 
 from infinity.telemetry.drive_views import without_counters
 from infinity.telemetry.run_views import DriveOf, Runs
-from infinity.telemetry.trees import Tree, plain
+from infinity.telemetry.trees import Tree, known, plain
 from infinity_daemon.configured_drives import Drives
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.stale import StaleRun, StaleRuns
@@ -79,7 +79,7 @@ class NodeState:
         tree = {
             "time": unix,
             "node": {"host": host, **self._about(), "broken_stats_files": found.broken},
-            "runs": [{**run, "pages": _pages(run, host, self.linked_port)} for run in runs],
+            "runs": [{**run, **known(pages=_pages(run, host, self.linked_port) or None)} for run in runs],
             "omitted_runs": self._runs.omitted,
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,

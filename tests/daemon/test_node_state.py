@@ -328,7 +328,7 @@ def test_runs_refer_to_the_dashboards_of_their_other_nodes(monkeypatch):
         short = CountedRank(None, rank=1, world_size=2, hosts=json.dumps(["node0", *others]))
         state.linked_port = port
         state.observe(Found(snapshots=(rank.stats.snapshot(), short.stats.snapshot()), broken=0), {}, 0.0)
-        return state.now()["runs"][0]["pages"]
+        return state.now()["runs"][0].get("pages", {})
 
     assert pages("node0.here") == {
         "node1.here": "http://node1.here:9470/#run-1", "node4.here": "http://node4.here:9470/#run-1",

@@ -246,7 +246,7 @@ class RunView {
     const begun = run.status === "live" ? `started ${whole(now - run.started)} ago` : undefined;
     put(this.about, [run.name === run.id ? "" : run.id, run.user, ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
     // A link exists only if the daemon considers the host safe to link to.
-    const nodes = (run.other_hosts ?? []).map((host) => ({ host, page: run.pages[host] }));
+    const nodes = (run.other_hosts ?? []).map((host) => ({ host, page: run.pages?.[host] }));
     keep(this.nodes, nodes, ({ host, page }) => `${host} ${page}`, ({ host, page }) => {
       return { element: make("li", {}, page ? make("a", { href: page }, host) : host), show: () => {} };
     });
