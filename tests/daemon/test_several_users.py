@@ -310,12 +310,14 @@ def test_one_user_cannot_exhaust_the_limits_of_others(node: Path, monkeypatch: p
     users = Users(node / "run", ALL)
     for uid in (ALICE, BOB):
         users.admit(uid)
+    texts = {"name": "n" * 20_000, "hosts": json.dumps([f"node{number}" for number in range(200)])}
     for number in range(5):
-        as_user(ALICE, lambda n=number: start_rank(f"r{n}", *[node / "alice"] * 64, close=True, name="n" * 20_000))
+        as_user(ALICE, lambda n=number: start_rank(f"r{n}", *[node / "alice"] * 64, close=True, **texts))
     as_user(BOB, lambda: start_rank("bobs", node / "bob", close=True))
     found = StatsFiles(node / "run", 900, 900, users).scan().snapshots
     assert [one.header.run_id for one in found] == ["r0", "r1", "r2", "bobs"]
     assert {len(one.header.paths) for one in found[:3]} == {16}
+    assert {len(one.header.hosts) for one in found[:3]} == {64}
     monkeypatch.setattr("infinity_daemon.stats_files._MAX_USER_PATHS", 1)
     (node / "alice/other").mkdir()
     os.chown(node / "alice/other", ALICE, ALICE)
