@@ -192,7 +192,7 @@ class Peers:
             return
         with self._lock:
             if self._reason is None and not self._leaving:
-                text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+                text = f"rank {self._rank}{self._on_host(self._rank)} failed: {type(error).__name__}: {error}"
                 # File names may contain bytes that are not valid text, which the store rejects.
                 self._reason = text[:_LONGEST_REASON].encode(errors="backslashreplace").decode()
                 self._wake.set()
@@ -249,10 +249,10 @@ class Peers:
             if self._failure is None:
                 if self._several and not self._rank0_left and not self._leaving:
                     closed = f"{self._store} closed its connections (process killed, or host failed)"
-                    self._give_up_on(_died(*ended[0]) if ended else closed)
+                    self._give_up_on(self._died(*ended[0]) if ended else closed)
                 elif ended:
                     # The process has possibly exited normally. This is not a failure, but may explain a later error.
-                    self._learn(_died(*ended[0]))
+                    self._learn(self._died(*ended[0]))
             while self._deadline and not self._leaving:
                 self._check_deadline()
                 sleep()
@@ -299,7 +299,9 @@ class Peers:
         prefix, rank = self._prefix, self._rank
         failures = list(message.failures)
         failures += [
-            (other, _died(other, pid)) for other, pid in message.ended if not store.check([f"{prefix}/left/{other}"])
+            (other, self._died(other, pid))
+            for other, pid in message.ended
+            if not store.check([f"{prefix}/left/{other}"])
         ]
         for origin, text in failures:
             store.compare_set(f"{prefix}/failed", "", f"{origin} {text}")
@@ -379,14 +381,18 @@ class Peers:
             )  # fmt: skip
             os._exit(1)
 
+    def _died(self, rank: int, pid: int) -> str:
+        return (
+            f"rank {rank} (process {pid}){self._on_host(rank)} exited unexpectedly (killed, out of memory, or crashed)"
+        )
+
+    def _on_host(self, rank: int) -> str:
+        return f" on host {self._places[rank].host}" if self._several else ""
+
     def _learn(self, text: str) -> LostRankError:
         self._failure = LostRankError(text)
         self._known.set()
         return self._failure
-
-
-def _died(rank: int, pid: int) -> str:
-    return f"rank {rank} (process {pid}) exited unexpectedly (killed, out of memory, or crashed)"
 
 
 def _node() -> tuple[str, str]:

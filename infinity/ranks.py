@@ -98,14 +98,17 @@ class Ranks:
             if undo is not None:
                 undo()
             raise
-        reports = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        here = socket.gethostname()
+        reports = self.collect(None if failure is None else (here, f"{type(failure).__name__}: {failure}"))
         if undo is not None and any(report is not None for report in reports):
             undo()
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):
             if report is not None:
-                elsewhere = InfinityError(f"{what} failed on rank {rank}: {report}")
+                host, text = report
+                place = f"rank {rank} on host {host}" if host != here else f"rank {rank}"
+                elsewhere = InfinityError(f"{what} failed on {place}: {text}")
                 elsewhere.told_elsewhere = True
                 raise elsewhere
         return result  # type: ignore[return-value]

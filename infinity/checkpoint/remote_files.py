@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import socket
 import tarfile
 import tempfile
 import threading
@@ -62,6 +63,7 @@ class RemoteFiles(CheckpointFiles):
         """
         super().__init__(folder)
         self._ranks, self._held = ranks, held
+        self._hosts = ranks.collect(socket.gethostname())
         self._group = dist.new_group(backend="gloo", timeout=_IDLE)
         self._served: dict[int, Manifest] = {}
         self._thread: threading.Thread | None = threading.Thread(
@@ -166,7 +168,7 @@ class RemoteFiles(CheckpointFiles):
             if nbytes:
                 dist.recv(torch.frombuffer(content, dtype=torch.uint8), holder, group=self._group, tag=_DATA)
         if failed:
-            raise CheckpointError(f"rank {holder}: {content.decode(errors='replace')}")
+            raise CheckpointError(f"rank {holder} on host {self._hosts[holder]}: {content.decode(errors='replace')}")
         return content
 
     def _send(self, request: list[int], rank: int) -> None:

@@ -188,7 +188,10 @@ def offload_inside(
         paged = _attach(run, sharded, optimizer, kernel, shared, filling, new_optimizer=new_optimizer)
         open_runs.add(paged, model)
     except BaseException as error:
-        run.abandon(error)
+        reason = run.peers.explain(error)
+        run.abandon(reason or error)
+        if reason is not None:
+            raise reason from error
         raise
     return paged
 

@@ -326,7 +326,7 @@ def test_damaged_page_on_another_node_ends_all_ranks(sharded: Path, pair: RankPo
         shutil.copytree(sharded / name, tmp_path / name)
     (data,) = (tmp_path / "node1/nvme0").glob("*/rank00001.pages")
     data.write_bytes(b"\1" * data.stat().st_size)
-    with pytest.raises(RankFailedError, match=r"rank 0: .*rank00001\.pages.*checksum"):
+    with pytest.raises(RankFailedError, match=r"rank 0 on host node1: .*rank00001\.pages.*checksum"):
         pair.run(partial(resume, swapped=True), str(tmp_path))
     assert len(list((tmp_path / "node1/nvme0").iterdir())) == 1, "the new run is removed"
 

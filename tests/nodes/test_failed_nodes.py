@@ -154,7 +154,7 @@ def test_reason_reaches_other_nodes_before_the_store_is_gone(tmp_path: Path) -> 
         failing.wait(1)
         assert "ValueError: user error" in failing.output
         other.wait(1)
-        assert "rank 0 failed: ValueError: user error" in other.output
+        assert "rank 0 on host node0 failed: ValueError: user error" in other.output
 
 
 @pytest.mark.slow
