@@ -7,6 +7,7 @@ Peak memory is therefore this rank's part of the master and optimizer states of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from infinity.ranks import Ranks
 from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
+
+_log = logging.getLogger("infinity")
 
 
 def needs_resharding(
@@ -164,6 +167,12 @@ class ReshardSource(FirstValues):
         rank = self._ranks.rank
         source = self._reader.source_of(rank)
         manifest = self._reader.manifest(source)
+        if source != rank and self._ranks.world_size == manifest.world_size:
+            _log.warning(
+                "The random states of rank %d are not restored, because its files are not used. Its random numbers "
+                "differ from those of an uninterrupted run.",
+                rank,
+            )
         indices = [self._index[member.names[0]] for member in members]
         of_param = {id(member.param.sharded_param): index for member, index in zip(members, indices, strict=True)}
         held = [[of_param[id(param)] for param in group["params"] if id(param) in of_param] for group in groups]
