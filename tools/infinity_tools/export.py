@@ -15,7 +15,7 @@ from rich.console import Console
 
 from infinity import torchrun
 from infinity.cli_errors import Version, failures
-from infinity.config import is_address
+from infinity.config import RunConfig, is_address
 from infinity.errors import CheckpointError, ConfigError
 from infinity.units import MIB, format_size
 from infinity.untrusted_files import read_regular
@@ -28,6 +28,8 @@ _DTYPES = {"loaded": None, "trained": None, "fp32": "float32", "bf16": "bfloat16
 _CONFIG_LIMIT = 16 * MIB
 _PATIENCE = timedelta(days=7)
 """Time that ranks may wait while rank 0 writes an export."""
+_SILENCE_SECONDS = RunConfig().heartbeat_timeout_seconds
+"""Time after which the export fails because another node does not respond."""
 
 
 def export(
@@ -144,20 +146,30 @@ def _export_together(
     from infinity.checkpoint.publish import choose_run, list_checkpoints
     from infinity.checkpoint.reader import CheckpointReader
     from infinity.checkpoint.remote_files import open_files
+    from infinity.peer_failures import Peers
     from infinity.ranks import Ranks
     from infinity.sources.reshard import folders_of
 
     dist.init_process_group("gloo", timeout=_PATIENCE)
     ranks = Ranks.current()
-    chosen = choose_run(paths, run or "latest", ranks, replica)
-    there = [path for path in paths if os.path.lexists(path)]  # all of them may be on other nodes
-    folder = ranks.together("finding the run's folders", lambda: folders_of(there, chosen, ()))
-    checkpoint = list_checkpoints(folder, ranks, step, replica)[-1]
-    access = open_files(folder, ranks, checkpoint)
+    peers = Peers(ranks, _SILENCE_SECONDS)
     try:
-        ranks.on_first("exporting", lambda: write(CheckpointReader(folder, checkpoint, replica=replica, access=access)))
-    finally:
-        access.close()
+        chosen = choose_run(paths, run or "latest", ranks, replica)
+        there = [path for path in paths if os.path.lexists(path)]  # all of them may be on other nodes
+        folder = ranks.together("finding the run's folders", lambda: folders_of(there, chosen, ()))
+        checkpoint = list_checkpoints(folder, ranks, step, replica)[-1]
+        access = open_files(folder, ranks, checkpoint)
+        try:
+            ranks.on_first(
+                "exporting", lambda: write(CheckpointReader(folder, checkpoint, replica=replica, access=access))
+            )
+        finally:
+            access.close()
+    except BaseException as error:
+        reason = peers.explain(error)
+        peers.leave(reason or error)
+        raise (reason or error) from None
+    peers.leave(None)
     dist.destroy_process_group()
 
 
