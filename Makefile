@@ -24,7 +24,7 @@ QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py 
   tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test fault-matrix bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
@@ -95,6 +95,10 @@ fuzz: install
 crash-test: install
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.crash --trials $(TRIALS) $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.interrupt_storm --storms $(STORMS)
+
+# Faults of a node (killed, link cut, drive removed, ...) in every mode of a run and at every moment. Requires root.
+fault-matrix: install
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.node_faults $(ARGS)
 
 bench-io: install
 	$(BIN)/python benchmarks/bench_io.py $(ARGS)

@@ -23,10 +23,12 @@ veth, bridges, and the `bpf` filter and `tbf` queue of `tc`. Packets cannot be d
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -48,6 +50,8 @@ PATIENCE = 900.0
 _NEW_MOUNTS, _NEW_UTS, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x4000000, 0x20000000, 0x40000000
 _KILL_WITH_PARENT = 1
 _DROP, _PASS = 2, 0
+_SHUT_DOWN, _WITHOUT_FLUSH = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH
+_DRIVE_BYTES = 64 << 20
 
 
 class Program:
@@ -91,6 +95,8 @@ class Node:
         self.folder = nodes.folder / self.name
         """This node's folder as seen from outside. It contains `drive0`, `drive1`, …, `run` (runtime) and `tmp`."""
         self._nodes, self._port, self._programs = nodes, f"port{index}", 0
+        self._drive, self._images = nodes.local / "drive0", 0
+        self._image: Path | None = None
         self._space: _Namespace
 
     def start(self, function: Callable[..., object], *arguments: object, **variables: str) -> Program:
@@ -150,6 +156,32 @@ class Node:
         rate = ["tbf", "rate", f"{bits}bit", "burst", "64kb", "latency", "1s"] if bits else []
         for run, device in ((self._nodes._switch, self._port), (self._run, "eth0")):
             run("tc", "qdisc", "replace" if bits else "delete", "dev", device, "root", *rate)
+
+    def new_drive(self) -> None:
+        """Replace `drive0` by an empty file system of its own, which is not visible outside the node."""
+        self.plain_drive()
+        self._images += 1
+        self._image = self.folder / f"image{self._images}"
+        with self._image.open("wb") as file:
+            file.truncate(_DRIVE_BYTES)
+        self._run("mkfs.ext4", "-q", str(self._image))
+        self._run("mount", "-o", "loop", str(self._image), str(self._drive))
+
+    def plain_drive(self) -> None:
+        """Undo `new_drive`. No process may be using the drive."""
+        if self._image is not None:
+            self._run("umount", str(self._drive))
+            self._image.unlink()
+            self._image = None
+
+    def remove_drive(self) -> None:
+        """Make the file system of `new_drive` fail all requests with EIO. What was not synced is lost."""
+        self.start(_shut_down, str(self._drive)).wait()
+
+    def return_drive(self) -> None:
+        """Mount the file system of `new_drive` again, which no process may be using."""
+        self._run("umount", str(self._drive))
+        self._run("mount", "-o", "loop", str(self._image), str(self._drive))
 
     def _start(self, action: Any, variables: Mapping[str, str]) -> Program:
         self._programs += 1
@@ -432,6 +464,11 @@ def _daemon(folder: str, *options: str) -> None:
     from support.daemon_process import run
 
     run(["infinityd", "--runtime-dir", folder, "--port", "0", *options], 2)
+
+
+def _shut_down(place: str) -> None:
+    folder = os.open(place, os.O_RDONLY)
+    fcntl.ioctl(folder, _SHUT_DOWN, struct.pack("I", _WITHOUT_FLUSH))
 
 
 def _losing(fraction: float) -> str:
