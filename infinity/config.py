@@ -234,6 +234,22 @@ class RunConfig:
     mirror_rate: int = setting(
         0, "Maximum number of bytes per second that each rank copies to `mirror`. 0: no limit.", size=True
     )
+    copies: int = setting(
+        0,
+        "Copy every n-th checkpoint to other nodes in the background, so that the run survives the loss of a node's "
+        "drives. Requires `infinityd` with `copies.host` on each node. NVMe space for two more checkpoints and for the "
+        "copies is reserved. 0: no copies.",
+        minimum=0,
+    )
+    copy_nodes: int = setting(
+        2,
+        "Number of nodes over which a copy is spread. 2: each node stores a full copy of another node's state. n: each "
+        "node stores parities, which take 1/(n-1) of that space, and the run survives the loss of one of n nodes.",
+        minimum=2,
+    )
+    copy_rate: int = setting(
+        0, "Maximum number of bytes per second that each rank copies from other nodes. 0: no limit.", size=True
+    )
     heartbeat_timeout_seconds: int = setting(
         15,
         "Time after which the run fails because a node does not respond: its host is down, its link is cut, or its "
@@ -255,6 +271,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("mirror", "resume"):
             check_address(f"run.{name}", getattr(self, name))
+
+    @property
+    def copied_checkpoints(self) -> int:
+        """Maximum number of checkpoints that are kept for copying, in addition to `retained_checkpoints`."""
+        # With copies on other nodes: the last checkpoint that was copied, and the one that is being copied.
+        return bool(self.mirror) + 2 * bool(self.copies)
 
 
 def is_address(text: str) -> bool:
@@ -417,10 +439,10 @@ def check_config(config: Config) -> None:
             f"run.mirror = {config.run.mirror!r} has no protocol. For a folder, set it to "
             f'"file://{os.path.abspath(config.run.mirror)}".'
         )
-    if config.run.mirror and not config.run.retained_checkpoints:
+    if (config.run.mirror or config.run.copies) and not config.run.retained_checkpoints:
         raise ConfigError(
-            "run.mirror is set, but run.retained_checkpoints = 0, so there are no checkpoints to copy. Set it to 1 or "
-            "more."
+            f"run.{'mirror' if config.run.mirror else 'copies'} is set, but run.retained_checkpoints = 0, so there are "
+            "no checkpoints to copy. Set it to 1 or more."
         )
     if config.run.resume_step >= 0 and not config.run.resume:
         raise ConfigError(

@@ -10,7 +10,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class NodeDaemon:
         The result is None if no daemon of this user or of root is running, if it does not respond within two seconds,
         or if it rejects the request. The content of a response is untrusted, so callers must validate it.
         """
-        answer = self._answer(op, values)
+        answer = self.answer(op, **values)
         return answer if answer.get("ok") is True else None
 
     @contextmanager
@@ -58,21 +58,25 @@ class NodeDaemon:
             BudgetError: if the free space does not suffice for this and all other reservations. The message lists the
                 owners of the other reservations.
         """
-        answer = self._answer("reserve", {"path": path, "bytes": size, "run_id": run_id}) if size > 0 else {}
+        answer = self.answer("reserve", path=path, bytes=size, run_id=run_id) if size > 0 else {}
         end = time.monotonic() + _PATIENCE_SECONDS
         while answer.get("no_room") is True:
             # A run that is allocating counts twice: through its reservation, and through the decrease in free space.
             if time.monotonic() > end:
                 raise BudgetError(f"{answer.get('error')}")
             time.sleep(_PAUSE_SECONDS)
-            answer = self._answer("reserve", {"path": path, "bytes": size, "run_id": run_id})
+            answer = self.answer("reserve", path=path, bytes=size, run_id=run_id)
         try:
             yield
         finally:
             if answer.get("ok") is True:
-                self._answer("release", {"path": path, "run_id": run_id})
+                self.answer("release", path=path, run_id=run_id)
 
-    def _answer(self, op: str, values: Mapping[str, object]) -> dict[str, Any]:
+    def answer(self, op: str, **values: object) -> dict[str, Any]:
+        """Return the response to a request, which may be an error, or an empty dictionary without a response.
+
+        The content of a response is untrusted, so callers must validate it.
+        """
         try:
             answer = json.loads(self._exchange(json.dumps({"op": op, **values}).encode() + b"\n"))
         except (OSError, ValueError, RecursionError):

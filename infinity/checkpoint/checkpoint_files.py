@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.parity import folder_of, parities_in
+from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import read_version
+from infinity.untrusted_files import read_regular
 
 MODEL_FOLDER = "model"
 """Subfolder of the checkpoint folder with the files for exports."""
@@ -39,6 +43,36 @@ class CheckpointFiles:
         version = manifest.pages[page]
         file = self.folder.data_file(version.extent.path, manifest.rank)
         return read_version(file, page, version, manifest.layout.page_name(page))
+
+    def parity(self, rank: int, identity: str, start: int, stop: int) -> bytes | bytearray:
+        """Return bytes [start, stop) of the parity that a rank stores, without verifying them.
+
+        Bytes after the end of the parity are omitted. [Note: copies on other nodes]
+
+        Args:
+            rank: Rank that stores the parity.
+            identity: Identity of the checkpoint.
+            start: First byte.
+            stop: Byte after the last one.
+
+        Raises:
+            CheckpointError: if the parity is missing or cannot be read.
+        """
+        file = self._parity_file(rank, identity)
+        with files.using(file), file.open("rb") as opened:
+            return os.pread(opened.fileno(), stop - start, start)
+
+    def copied(self, rank: int, identity: str, name: str) -> bytes | bytearray:
+        """Return the contents of a manifest or state file that is stored next to a parity. See `parity`."""
+        file = folder_of(self._parity_file(rank, identity)) / name
+        with files.using(file):
+            return read_regular(file, files.MOST_STATE)
+
+    def _parity_file(self, rank: int, identity: str) -> Path:
+        for parity in parities_in(self.folder.roots):
+            if parity.rank == rank and parity.contents.identity == identity:
+                return parity.target
+        raise CheckpointError(f"the copy of checkpoint {identity} that rank {rank} stores was removed")
 
     @property
     def checkpoints(self) -> Path:

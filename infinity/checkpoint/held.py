@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from infinity.checkpoint.manifest import CheckpointName, Published, published_in, read_manifest
+from infinity.checkpoint.parity import Parity, ParityIndex, parities_in
 from infinity.checkpoint.parts import Part, located, replicas, sources
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
 _SHOWN = 3  # unusable checkpoints that a message describes
 
-Seen = tuple[list[Published], dict[CheckpointName, Sequence[Part]]]
-"""Manifests that a process sees, and the parts of the checkpoints that are incomplete on its node."""
+
+class Seen(NamedTuple):
+    """Files of a run that a process sees."""
+
+    published: Sequence[Published] = ()
+    """Manifests."""
+    parts: Mapping[CheckpointName, Sequence[Part]] = {}
+    """Parts of the checkpoints that are incomplete on its node."""
+    parities: Sequence[Parity] = ()
+    """Complete parities. [Note: copies on other nodes]"""
+
+
+class HeldParity(NamedTuple):
+    """Parity of a checkpoint, and the processes that can read it."""
+
+    contents: ParityIndex
+    processes: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +44,8 @@ class HeldCheckpoint:
     """Processes that can read the files of a rank, by the rank that wrote them."""
     parts: Sequence[Part] = ()
     """Parts of all ranks; empty if no process needed to read them or could read them."""
+    parities: Mapping[int, HeldParity] = field(default_factory=dict)
+    """Parities of the checkpoint, by the rank that stores them."""
 
     @property
     def absent(self) -> list[int]:
@@ -38,25 +58,52 @@ class HeldCheckpoint:
         Args:
             replica: Replica to read, or -1 for any.
         """
-        absent = self.absent
+        absent = [rank for rank in self.absent if rank not in self.computed]
         if not absent:
             return ""
         if not self.parts:
             return self.count
         intact: list[int] = []
         try:
-            missing = sources(self.parts, self.holders, replica)[1]
+            missing = self.sources(self.parts, replica)[1]
         except CheckpointError:  # the replicas differ
             missing = absent
             intact = [
-                number
-                for number, ranks in enumerate(replicas(self.parts))
-                if all(rank in self.holders for rank in ranks)
+                number for number, ranks in enumerate(replicas(self.parts)) if not any(rank in absent for rank in ranks)
             ]
         if not missing:
             return ""
         choice = f"; replica {intact[0]} is present (run.resume_replica = {intact[0]})" if intact else ""
         return f"{self.count}; {located(self.parts, absent)}{choice}"
+
+    @cached_property
+    def computed(self) -> Mapping[int, Sequence[int]]:
+        """Ranks whose files are not present but can be computed from copies on other nodes.
+
+        The value lists the ranks that store the parities of their parts, in the order of the parts. The other
+        contributors to these parities are present.
+        """
+        found: dict[int, Sequence[int]] = {}
+        for rank in self.absent:
+            by_part: dict[int, int] = {}
+            for holder, (index, _) in self.parities.items():
+                part = next((peer.part for peer in index.peers if peer.rank == rank), None)
+                if part is not None and all(peer.rank in {rank, *self.holders} for peer in index.peers):
+                    by_part[part] = holder
+            if by_part and len(by_part) == self.parities[min(by_part.values())].contents.nodes - 1:
+                found[rank] = [by_part[part] for part in sorted(by_part)]
+        return found
+
+    def sources(self, parts: Sequence[Part], replica: int = -1) -> tuple[list[int], list[int]]:
+        """Return a rank to read each distinct part from, and the ranks whose parts are needed but missing.
+
+        A part is computed from copies on other nodes only if no rank with the same slices is present. See
+        `infinity.checkpoint.parts.sources`.
+        """
+        found, missing = sources(parts, self.holders, replica)
+        if computed := self.computed.keys() & set(missing):
+            found, missing = sources(parts, {*self.holders, *computed}, replica)
+        return found, missing
 
     @property
     def count(self) -> str:
@@ -73,23 +120,28 @@ class HeldCheckpoint:
 
     @property
     def elsewhere(self) -> str:
-        """The ranks in `on_other_hosts`, and these hosts; or an empty string."""
-        return located(self.parts, self.on_other_hosts)
+        """The ranks in `on_other_hosts` that cannot be computed, and these hosts; or an empty string."""
+        return located(self.parts, [rank for rank in self.on_other_hosts if rank not in self.computed])
+
+    @property
+    def from_copies(self) -> str:
+        """The ranks in `computed`, and the hosts that wrote their files; or an empty string."""
+        return located(self.parts, list(self.computed))
 
 
 def seen_in(folder: RunFolder) -> Seen:
     """Return the manifests in the folders of a run that this process sees. Raises `OSError`."""
     if not folder.roots:
-        return [], {}
+        return Seen()
     published = published_in(folder.checkpoints)
-    here = {checkpoint.name: checkpoint for checkpoint in held([(published, {})])}
+    here = {checkpoint.name: checkpoint for checkpoint in held([Seen(published)])}
     parts: dict[CheckpointName, Sequence[Part]] = {}
     for name, checkpoint in here.items():
         for rank in sorted(checkpoint.holders) if checkpoint.absent else ():
             with suppress(CheckpointError):  # an unreadable manifest is reported when it is used
                 parts[name] = read_manifest(folder.checkpoints / name.of(rank).file_name, decode=False).parts
                 break
-    return published, parts
+    return Seen(published, parts, parities_in(folder.roots))
 
 
 def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
@@ -100,11 +152,24 @@ def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
     """
     holders: dict[CheckpointName, dict[int, list[int]]] = {}
     parts: dict[CheckpointName, Sequence[Part]] = {}
-    for process, (published, known) in enumerate(seen):
+    parities: dict[str, dict[int, HeldParity]] = {}
+    for process, (published, known, copies) in enumerate(seen):
         parts.update(known)
+        for rank, _, index in copies:
+            there = parities.setdefault(index.identity, {}).get(rank)
+            processes = there.processes if there is not None else []
+            parities[index.identity][rank] = HeldParity(index, [*processes, process])
         for name in published:
             holders.setdefault(name.checkpoint, {}).setdefault(name.rank, []).append(process)
-    return [HeldCheckpoint(name=name, holders=holders[name], parts=parts.get(name, ())) for name in sorted(holders)]
+    return [
+        HeldCheckpoint(
+            name=name,
+            holders=holders[name],
+            parts=parts.get(name, ()),
+            parities=parities.get(name.identity, {}),
+        )
+        for name in sorted(holders)
+    ]
 
 
 def usable(checkpoints: Iterable[HeldCheckpoint], replica: int = -1) -> list[HeldCheckpoint]:

@@ -46,7 +46,7 @@ from infinity.untrusted_files import read_regular
 
 FORMAT = 3
 _MOST = 1 << 30  # maximum bytes of a manifest, which uses about 100 per page; larger files are not read into memory
-_MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
+MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.([0-9a-f]{24})\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
@@ -430,7 +430,7 @@ def read_state_file(folder: Path, manifest: Manifest) -> bytes:
     """
     file = folder / manifest.state_file
     with using(file):
-        data = read_regular(file, _MOST_STATE)
+        data = read_regular(file, MOST_STATE)
     if checksum_of(data) != manifest.state_checksum:
         raise CheckpointError(f"state file {file} of the checkpoint does not match its checksum")
     return data

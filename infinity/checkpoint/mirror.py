@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
-from infinity.checkpoint.held import HeldCheckpoint, held, usable
+from infinity.checkpoint.held import HeldCheckpoint, Seen, held, usable
 from infinity.checkpoint.manifest import Manifest, Published
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import check_address
@@ -130,7 +130,7 @@ class Mirror:
         """
         with self._reading("the list of checkpoints"):
             for run_id in [wanted] if wanted else reversed([name for name in self.names("") if is_run_id(name)]):
-                found = held([(self.published(run_id), {})])
+                found = held([Seen(self.published(run_id))])
                 if complete := [each for each in usable(found, replica) if step in (-1, each.name.step)]:
                     # Not the highest step: the run may have resumed from an earlier step in the meantime.
                     return run_id, max(complete, key=lambda each: each.name.identity)

@@ -1,9 +1,5 @@
-"""Copying of checkpoints to a mirror, on threads of its own. `infinity.checkpoint.mirror` describes the files.
-
-[Note: the same checkpoint on all ranks] A checkpoint in a mirror is useful only if all ranks have copied it. Therefore
-all ranks exchange their progress when they publish a checkpoint, and copy it only if no rank is still copying an
-earlier one. A copy is removed only if the run does not retain the checkpoint, and all ranks are known to have copied a
-newer one. When the run is closed, every rank copies the newest checkpoint.
+"""Copying of checkpoints to a mirror, on threads of its own. `infinity.checkpoint.mirror` describes the files, and
+`infinity.checkpoint.copier` when checkpoints are copied.
 """
 
 from __future__ import annotations
@@ -15,11 +11,12 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from infinity import interrupts
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER
+from infinity.checkpoint.copier import CHECK_SECONDS, Copier
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.mirror import Mirror, page_folder, page_name
 from infinity.io.pace import Pace
@@ -35,32 +32,16 @@ _MEMORY = 128 * MIB
 """Maximum size of the pages that are copied concurrently, unless a single page is larger, in bytes. fsspec may copy a
 page once more.
 """
-_CHECK_SECONDS = 0.5
-"""Interval at which the training thread checks for interrupts while it waits, in seconds."""
 _END_SECONDS = 5.0
 """Maximum time to wait for a thread that is to stop, in seconds."""
-_ATTEMPTS = 2
-"""Number of attempts to copy the newest checkpoint when the run is closed."""
-
-
-class Progress(NamedTuple):
-    """Progress of a rank, or of all ranks together."""
-
-    idle: bool
-    """``True`` if no copy is running."""
-    copied: str
-    """Identity of the last checkpoint that was copied, or an empty string."""
 
 
 class _StoppedError(Exception):
     """The run ends before a copy is complete."""
 
 
-class MirrorWriter:
-    """Copies the checkpoints of one rank to a mirror, one at a time.
-
-    The page versions of the checkpoint that is copied stay on the drives. If a copy fails, a warning is logged. All
-    methods are called on the training thread. [Note: the same checkpoint on all ranks]
+class MirrorWriter(Copier):
+    """Copies the checkpoints of one rank to a mirror. Their page versions stay on the drives until they are copied.
 
     Args:
         store: page store of this rank.
@@ -81,45 +62,12 @@ class MirrorWriter:
         before: CheckpointName | None = None,
         previous: str = "",
     ) -> None:
+        super().__init__(1, before)
         self._mirror, self._folder, self._rank, self._store = mirror, folder, ranks.rank, store
         self._alone = ranks.world_size == 1
         self._pace = Pace(rate)
-        self._complete = before  # newest checkpoint that all ranks are known to have copied
         self._previous = previous
-        self._newest: tuple[Manifest, Collection[CheckpointName]] | None = None  # newest checkpoint, and retained ones
-        self._copied: CheckpointName | None = before  # last checkpoint that this rank has copied; set by the thread
         self._thread: threading.Thread | None = None  # copies one checkpoint
-
-    @property
-    def progress(self) -> Progress:
-        """Progress of this rank."""
-        idle = self._thread is None or not self._thread.is_alive()
-        return Progress(idle, self._copied.identity if self._copied is not None else "")
-
-    def published(
-        self, manifest: Manifest, retained: Collection[CheckpointName], progress: Collection[Progress]
-    ) -> None:
-        """Copy a published checkpoint if no rank is still copying an earlier one.
-
-        Args:
-            manifest: this rank's manifest of the checkpoint.
-            retained: checkpoints that the run retains. Their copies are kept.
-            progress: progress of all ranks.
-        """
-        self._newest = manifest, tuple(retained)
-        if self._copied is not None and {each.copied for each in progress} == {self._copied.identity}:
-            self._complete = self._copied
-        if all(each.idle for each in progress):
-            self._start()
-
-    def finish(self) -> None:
-        """Wait until the newest checkpoint has been copied, or has failed to be copied."""
-        self._wait()
-        for _ in range(_ATTEMPTS):
-            if self._newest is None or self._copied == self._newest[0].name.checkpoint:
-                return
-            self._start()
-            self._wait()
 
     def close(self) -> None:
         """Stop copying."""
@@ -129,14 +77,18 @@ class MirrorWriter:
             if self._thread.is_alive():
                 _log.warning("the mirror %s does not respond; its newest checkpoint is incomplete", self._mirror)
 
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _has_copied(self, checkpoint: CheckpointName) -> bool:
+        return self._copied == checkpoint
+
     def _wait(self) -> None:
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_CHECK_SECONDS)
+            self._thread.join(CHECK_SECONDS)
             interrupts.check()
 
-    def _start(self) -> None:
-        assert self._newest is not None
-        manifest, retained = self._newest
+    def _start(self, manifest: Manifest, retained: Collection[CheckpointName]) -> None:
         opened: list[BinaryIO] = []  # the files stay readable after a later checkpoint has removed them
         try:
             for name in (manifest.file_name, manifest.state_file):

@@ -19,8 +19,10 @@ The index is written last. A parity file without an index is incomplete.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -39,6 +41,7 @@ FOLDER = "parity"
 SLOTS = ("a", "b")
 """Ends of the names of the two parity files of a rank."""
 INDEX_NAME = "index.json"
+_NAME = re.compile(rf"rank(\d{{5,}})\.({'|'.join(SLOTS)})", re.ASCII)
 _FORMAT = 1
 _MOST = 1 << 24  # maximum bytes of an index, which uses about 200 per peer
 
@@ -231,3 +234,37 @@ def read_index(target: Path) -> ParityIndex:
             if [(name.rank, name.identity) for name in names] != [(peer.rank, index.identity)]:
                 raise ValueError(f"{brief(peer.manifest)} is not the manifest of rank {peer.rank}")
         return index
+
+
+class Parity(NamedTuple):
+    """Complete parity file."""
+
+    rank: int
+    """Rank that stores the parity."""
+    target: Path
+    """Parity file."""
+    contents: ParityIndex
+
+
+def parities_in(roots: Iterable[Path]) -> list[Parity]:
+    """Return the complete parity files of a run, in order of their names. Files without a valid index are ignored.
+
+    Args:
+        roots: run folders on this node.
+    """
+    found = []
+    for target in sorted(file for root in roots for file in (root / FOLDER).glob("rank*.?")):
+        if match := _NAME.fullmatch(target.name):
+            with suppress(CheckpointError):
+                index = read_index(target)
+                if target.stat().st_size >= index.length:
+                    found.append(Parity(int(match[1]), target, index))
+    return found
+
+
+def xor(*contents: bytes | bytearray | memoryview) -> bytes:
+    """Return the XOR of contents, each padded with zeros to the length of the longest one."""
+    result = 0
+    for content in contents:
+        result ^= int.from_bytes(content, "little")
+    return result.to_bytes(max(map(len, contents), default=0), "little")

@@ -31,11 +31,11 @@ from torch import nn
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint import model_state
 from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.copier import Copier
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.held import HeldCheckpoint, Seen, choose, held, problems, seen_in, usable
 from infinity.checkpoint.manifest import CheckpointName, Manifest
-from infinity.checkpoint.mirror_writer import MirrorWriter
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
 from infinity.checkpoint.parts import Part, digest_of_content, digest_of_slices, host_name
@@ -74,7 +74,8 @@ class CheckpointWriter:
         space: CheckpointSpace,
         updated_on: str,
         replica: int | None,
-        mirror: MirrorWriter | None = None,
+        copiers: Sequence[Copier] = (),
+        copied: int = 0,
     ) -> None:
         """Initialize the writer with the checkpoints that already exist.
 
@@ -89,10 +90,11 @@ class CheckpointWriter:
             space: Space reserved for checkpoint files.
             updated_on: Type of the device that runs updates.
             replica: Smallest rank of this rank's replica, or None if it is unknown. See `replica_of`.
-            mirror: Copies this rank's checkpoints to a mirror; ``None`` if there is no mirror.
+            copiers: Copy this rank's checkpoints to other places.
+            copied: Maximum number of checkpoints that are kept for copying, in addition to the retained ones.
         """
         # Constant after construction.
-        self._mirror = mirror
+        self._copiers, self._copied = copiers, copied
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._space, self._updated_on = space, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
@@ -108,8 +110,10 @@ class CheckpointWriter:
         """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
         self._read_back = False
         """``True`` once the state of modules has been restored from the data of a checkpoint."""
-        if mirror is not None and found:  # an earlier start may have ended before it was copied
-            mirror.published(found[-1], tuple(self._checkpoints.values()), ranks.collect(mirror.progress))
+        if found:  # an earlier start may have ended before it was copied
+            for copier in copiers:
+                copier.exchanged(ranks.collect(copier.progress))
+                copier.published(found[-1], tuple(self._checkpoints.values()))
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
@@ -118,12 +122,12 @@ class CheckpointWriter:
     @property
     def _to_come(self) -> int:
         """Number of checkpoints that need space: the retained ones not yet written, plus the one being written."""
-        return max(1, self._store.retained + 1 - len(self._checkpoints))
+        return max(1, self._store.retained + self._copied + 1 - len(self._checkpoints))
 
     def finish(self) -> None:
-        """Wait until the newest checkpoint has been copied to the mirror, or has failed to be copied."""
-        if self._mirror is not None:
-            self._mirror.finish()
+        """Wait until the newest checkpoint has been copied, or has failed to be copied. All ranks call it together."""
+        for copier in self._copiers:
+            copier.finish()
 
     def close(self) -> None:
         """Release the reserved space. Raises `OSError`."""
@@ -165,7 +169,11 @@ class CheckpointWriter:
         """
         versions = self._store.versions(self._pages)
         part = Part(host_name(), self._slices, digest_of_content(versions), self._replica)
-        everywhere = self._ranks.collect((files.new_identity(self._newest), part))
+        progress = [copier.progress for copier in self._copiers]
+        everywhere = self._ranks.collect((files.new_identity(self._newest), part, progress))
+        for number, copier in enumerate(self._copiers):
+            copier.exchanged([of_rank[number] for _, _, of_rank in everywhere])
+        self._pin()
         self._newest = everywhere[0][0]
         checkpoint = CheckpointName(step, self._newest, self._ranks.world_size)
         # Kept before any file can refer to them: from now on, no write may reuse their extents.
@@ -198,7 +206,7 @@ class CheckpointWriter:
                 extra=extra,
                 own=own,
                 updated_on=self._updated_on,
-                parts=[part for _, part in everywhere],
+                parts=[part for _, part, _ in everywhere],
             )
             # fdatasync before the manifest: a manifest must never refer to a page that a power loss can still destroy.
             self._store.sync()
@@ -228,9 +236,13 @@ class CheckpointWriter:
         while removed and self._not_flushed:
             self._store.release(self._not_flushed.pop())
         self._space.hold(self._to_come)
-        if self._mirror is not None:
-            progress = self._ranks.collect(self._mirror.progress)
-            self._mirror.published(manifest, tuple(self._checkpoints.values()), progress)
+        for copier in self._copiers:
+            copier.published(manifest, tuple(self._checkpoints.values()))
+
+    def _pin(self) -> None:
+        """Retain the checkpoints that the copiers need."""
+        needed = set().union(*(copier.needed for copier in self._copiers))
+        self._store.pinned = [step for step, checkpoint in self._checkpoints.items() if checkpoint in needed]
 
     def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
         """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.
@@ -249,7 +261,7 @@ class CheckpointWriter:
         self._reserve_checkpoints(len(self._not_flushed) - 1)  # all except the checkpoint that is being published
 
     def _reserve_checkpoints(self, further: int) -> None:
-        self._store.reserve_checkpoints(further + (self._mirror is not None))
+        self._store.reserve_checkpoints(further + self._copied)
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
         """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
@@ -322,7 +334,7 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
     odd = next((passed for *_, passed in everywhere if passed), "")
     missing = {run_id for _, headless, _ in everywhere for run_id in headless}
     known = sorted({run_id for found, *_ in everywhere for run_id in found})
-    runs = {run_id: held(found.get(run_id, ([], {})) for found, *_ in everywhere) for run_id in known}
+    runs = {run_id: held(found.get(run_id, Seen()) for found, *_ in everywhere) for run_id in known}
     checkpointed = [run_id for run_id in known if usable(runs[run_id], replica)]
     if wanted in ("latest", "auto") and checkpointed:
         for run_id in known:
@@ -370,7 +382,7 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int, replica: int = 
     everything = held(ranks.collect(here))
     chosen = choose(folder.run_id, everything, step, replica)
     if ranks.local_rank == 0 and folder.roots:
-        for file in files.left_over(folder.checkpoints, here[0]):
+        for file in files.left_over(folder.checkpoints, here.published):
             _log.warning(
                 "Ignoring %s: it has no manifest, because the checkpoint was interrupted or the manifest was lost", file
             )

@@ -16,13 +16,13 @@ import torch
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.computed_files import with_computed
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.checkpoint.held import HeldCheckpoint, choose, held, seen_in
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.model_state import load_tensors, saved_buffer
 from infinity.checkpoint.module_state import IGNORED, saved_state
-from infinity.checkpoint.parts import sources
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CheckpointError
@@ -60,13 +60,13 @@ class CheckpointReader(FullState):
         self._folder = folder
         if not isinstance(step, HeldCheckpoint):
             step = choose(folder.run_id, held([seen_in(folder)]), step, replica)
-        self._held, self._files = step, access or CheckpointFiles(folder)
+        self._held, self._files = step, access or with_computed(CheckpointFiles(folder), step)
         self._checkpoint = step.name
         first = self._files.manifest(step.name.of(min(step.holders)))
         self._manifests = {first.rank: first}  # by rank
         """Manifests that have been read."""
         try:
-            self._sources, missing = sources(first.parts, step.holders, replica)
+            self._sources, missing = step.sources(first.parts, replica)
         except CheckpointError as error:
             raise CheckpointError(f"{step.name} of run {folder.run_id} cannot be read: {error}") from error
         if missing:
@@ -152,7 +152,7 @@ class CheckpointReader(FullState):
         parts = self._first.parts
         same = parts[rank].slices if rank < len(parts) else ""
         source = next((source for source in self._sources if parts[source].slices == same), self._first.rank)
-        if rank in self._held.holders and (rank in self._sources or parts[rank][1:3] == parts[source][1:3]):
+        if rank in self._sources or (rank in self._held.holders and parts[rank][1:3] == parts[source][1:3]):
             return rank
         return source
 

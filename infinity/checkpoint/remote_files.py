@@ -1,9 +1,9 @@
 """Access to the files of a checkpoint that are on the drives of other nodes.
 
-Every rank has a thread that answers requests of the other ranks: for a manifest, a state file, a page, or the files for
-exports. Requests and answers are messages of a gloo process group. A rank has at most one request at a time, so an
-answer needs memory for one page, or for one manifest or state file. The rank that reads a file verifies its checksum
-before it sends the contents, and the rank that requested it verifies them again.
+Every rank has a thread that answers requests of the other ranks: for a manifest, a state file, a page, the files for
+exports, or copies of files of a lost node. Requests and answers are messages of a gloo process group. A rank has at
+most one request at a time, so an answer needs memory for one page, or for one manifest or state file. The rank that
+reads a file verifies its checksum before it sends the contents, and the rank that requested it verifies them again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import tarfile
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
+from infinity.checkpoint.computed_files import with_computed
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, Published
 from infinity.errors import CheckpointError, CorruptPageError
@@ -32,8 +34,9 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import checksum
 
 _log = logging.getLogger("infinity")
-_STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS = range(5)
+_STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS, _PARITY, _COPIED_MANIFEST, _COPIED_STATE = range(8)
 _REQUEST, _HEADER, _DATA = 1, 2, 3  # tags of messages
+_WORDS = 4  # integers of a request
 _IDLE = timedelta(days=7)  # a rank may not be asked for anything while others read for hours
 _CLOSE_SECONDS = 30.0
 
@@ -43,8 +46,11 @@ def open_files(folder: RunFolder, ranks: Ranks, checkpoint: HeldCheckpoint) -> C
 
     All ranks must call it together, and close the result together.
     """
-    everywhere = all(len(holders) == ranks.world_size for holders in checkpoint.holders.values())
-    return CheckpointFiles(folder) if everywhere else RemoteFiles(folder, ranks, checkpoint)
+    needed = {holder for holders in checkpoint.computed.values() for holder in holders}
+    seen = [*checkpoint.holders.values(), *(checkpoint.parities[holder].processes for holder in needed)]
+    everywhere = all(len(processes) == ranks.world_size for processes in seen)
+    access = CheckpointFiles(folder) if everywhere else RemoteFiles(folder, ranks, checkpoint)
+    return with_computed(access, checkpoint)
 
 
 class RemoteFiles(CheckpointFiles):
@@ -111,6 +117,26 @@ class RemoteFiles(CheckpointFiles):
             raise CorruptPageError(name, f"rank {holder}", offset, length, version.checksum, found)
         return data
 
+    def parity(self, rank: int, identity: str, start: int, stop: int) -> bytes | bytearray:
+        """Return bytes of the parity that a rank stores, without verifying them. Raises `CheckpointError`."""
+        processes = self._held.parities[rank].processes
+        if self._ranks.rank in processes:
+            return super().parity(rank, identity, start, stop)
+        return self._ask(self._one_of(processes), _PARITY, rank, start, stop)
+
+    def copied(self, rank: int, identity: str, name: str) -> bytes | bytearray:
+        """Return the contents of a manifest or state file that is stored next to a parity. Raises `CheckpointError`."""
+        processes, (index, _) = self._held.parities[rank].processes, self._held.parities[rank]
+        if self._ranks.rank in processes:
+            return super().copied(rank, identity, name)
+        (peer,) = (peer.rank for peer in index.peers if name in self._names(peer.rank))
+        kind = _COPIED_MANIFEST if name == self._names(peer)[0] else _COPIED_STATE
+        return self._ask(self._one_of(processes), kind, rank, peer)
+
+    def _names(self, rank: int) -> tuple[str, str]:
+        name = self._held.name.of(rank)
+        return name.file_name, name.state_file
+
     @property
     def checkpoints(self) -> Path:
         """Checkpoint folder with the files for exports, or a copy of these files if they are on another node.
@@ -136,7 +162,7 @@ class RemoteFiles(CheckpointFiles):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        stop, neighbor = torch.tensor([_STOP, 0, 0]), (self._ranks.rank + 1) % self._ranks.world_size
+        stop, neighbor = torch.tensor([_STOP, *[0] * (_WORDS - 1)]), (self._ranks.rank + 1) % self._ranks.world_size
         with suppress(RuntimeError):  # another rank has exited
             if (sent := dist.isend(stop, neighbor, group=self._group, tag=_REQUEST)) is not None:
                 sent.wait(timedelta(seconds=_CLOSE_SECONDS))
@@ -149,8 +175,10 @@ class RemoteFiles(CheckpointFiles):
 
     def _holder(self, rank: int) -> int:
         """Return the process that serves the files of a rank to this process. The load is spread over all holders."""
-        holders = self._held.holders[rank]
-        return holders[self._ranks.rank % len(holders)]
+        return self._one_of(self._held.holders[rank])
+
+    def _one_of(self, processes: Sequence[int]) -> int:
+        return processes[self._ranks.rank % len(processes)]
 
     def _ask(self, holder: int, *request: int) -> bytearray:
         """Return the answer to a request.
@@ -161,7 +189,7 @@ class RemoteFiles(CheckpointFiles):
         """
         header = torch.empty(2, dtype=torch.int64)
         with naming_loss():
-            self._send([*request, *[0] * (3 - len(request))], holder)
+            self._send([*request, *[0] * (_WORDS - len(request))], holder)
             dist.recv(header, holder, group=self._group, tag=_HEADER)
             failed, nbytes = header.tolist()
             content = bytearray(nbytes)
@@ -177,14 +205,14 @@ class RemoteFiles(CheckpointFiles):
     def _serve(self) -> None:
         try:
             while True:
-                request = torch.empty(3, dtype=torch.int64)
+                request = torch.empty(_WORDS, dtype=torch.int64)
                 asking = dist.recv(request, group=self._group, tag=_REQUEST)
-                kind, rank, page = request.tolist()
+                kind, *values = request.tolist()
                 if kind == _STOP:
                     return
                 failed = False
                 try:
-                    content = bytearray(self._read(kind, rank, page))
+                    content = bytearray(self._read(kind, *values))
                 except Exception as error:  # without an answer, the asking rank would wait
                     failed, content = True, bytearray(f"{type(error).__name__}: {error}".encode())
                 dist.send(torch.tensor([failed, len(content)]), asking, group=self._group, tag=_HEADER)
@@ -194,10 +222,15 @@ class RemoteFiles(CheckpointFiles):
         except RuntimeError as error:  # another rank has exited, and this rank's next collective reports it
             _log.debug("serving the checkpoint ended: %s", error)
 
-    def _read(self, kind: int, rank: int, page: int) -> bytes | memoryview:
+    def _read(self, kind: int, rank: int, page: int, stop: int) -> bytes | bytearray | memoryview:
         if kind == _COMPANIONS:
             folder = self.folder.checkpoints / MODEL_FOLDER if self.folder.roots else None
             return _packed(folder) if folder is not None and folder.is_dir() else b""
+        identity = self._held.name.identity
+        if kind == _PARITY:
+            return super().parity(rank, identity, page, stop)
+        if kind in (_COPIED_MANIFEST, _COPIED_STATE):
+            return super().copied(rank, identity, self._names(page)[kind == _COPIED_STATE])
         if rank not in self._served:
             self._served[rank] = super().manifest(self._held.name.of(rank))
         manifest = self._served[rank]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.budget import Budget, choose_budget, device_update_bytes
+from infinity.checkpoint.parity import SLOTS, parity_length
 from infinity.config import Config
 from infinity.content.format import FORMATS, ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
@@ -421,8 +422,20 @@ class Estimate:
         The first step runs without a plan, and may store gradients.
         """
         run = self.settings.run
-        state = self._space(state_pages(self.layout.pages), run.retained_checkpoints + bool(run.mirror))
-        return state + self._space_of_gradients + self._space_of_activations
+        state = self._space(state_pages(self.layout.pages), run.retained_checkpoints + run.copied_checkpoints)
+        copies = len(SLOTS) * self.copy_written_bytes
+        return state + copies + self._space_of_gradients + self._space_of_activations
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that this rank receives, and sends, when a checkpoint is copied to other nodes; 0 without copies."""
+        return sum(page.nbytes for page in state_pages(self.layout.pages)) * bool(self.settings.run.copies)
+
+    @property
+    def copy_written_bytes(self) -> int:
+        """Bytes that this rank writes when a checkpoint is copied to other nodes. Two such files are kept."""
+        nodes = self.settings.run.copy_nodes
+        return parity_length([self.copy_bytes] * (nodes - 1), nodes)
 
     @cached_property
     def _space_of_gradients(self) -> int:

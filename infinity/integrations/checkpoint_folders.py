@@ -346,7 +346,9 @@ def _in_mirror(record: Record, settings: Config) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _held(record: Record, settings: Config, ranks: Ranks) -> tuple[RunFolder, list[Published], list[HeldCheckpoint]]:
+def _held(
+    record: Record, settings: Config, ranks: Ranks
+) -> tuple[RunFolder, Sequence[Published], list[HeldCheckpoint]]:
     """Return the folder of a record's run on this node, the manifests there, and the run's checkpoints of that step.
 
     All ranks must call this function together.
@@ -356,13 +358,13 @@ def _held(record: Record, settings: Config, ranks: Ranks) -> tuple[RunFolder, li
         paths = settings.run.resume_paths or settings.storage.paths
         runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
         # checkpoints are on the first path
-        roots = [run.roots[0] for run in runs if run.run_id == record.run_id and 0 in run.roots]
-        folder = RunFolder(record.run_id, tuple(roots[-1:]))
+        found = [run.in_order for run in runs if run.run_id == record.run_id and 0 in run.roots]
+        folder = RunFolder(record.run_id, found[-1] if found else ())
         return folder, seen_in(folder)
 
     folder, here = ranks.together("looking for the checkpoint", look)
     every = held(ranks.collect(here))
-    return folder, here[0], [checkpoint for checkpoint in every if checkpoint.name.step == record.step]
+    return folder, here.published, [checkpoint for checkpoint in every if checkpoint.name.step == record.step]
 
 
 def _set_aside(folder: Path) -> None:

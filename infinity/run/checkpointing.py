@@ -11,17 +11,21 @@ import torch
 from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
+from infinity.checkpoint.copier import Copier
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.held import held, usable
+from infinity.checkpoint.held import Seen, held, usable
 from infinity.checkpoint.manifest import CheckpointName
 from infinity.checkpoint.mirror import Mirror, MirrorFiles
 from infinity.checkpoint.mirror_writer import MirrorWriter
 from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
+from infinity.checkpoint.node_copier import NodeCopier
 from infinity.checkpoint.parts import replica_of
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.checkpoint.values import save_extra, save_settings
+from infinity.config import runtime_dir
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import StorageError
 from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
@@ -30,6 +34,7 @@ from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.step import StepRunner
 from infinity.run.modules_in_memory import ModulesInMemory
 from infinity.run.run import Run
+from infinity.store.page_store import state_pages
 
 _log = logging.getLogger("infinity")
 
@@ -71,10 +76,11 @@ def make_checkpoint_writer(
         nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups, run.ranks.world_size)
         nbytes += in_memory.state_bytes()
     space = CheckpointSpace(file, nbytes)
-    mirror: MirrorWriter | None = None
-    if run.settings.run.mirror:
-        mirror = _open_mirror(run)
-        run.undo.push(mirror.close)
+    copiers: list[Copier] = []
+    for setting, opened in ((run.settings.run.mirror, _open_mirror), (run.settings.run.copies, _open_node_copier)):
+        if setting:
+            copiers.append(copier := opened(run))
+            run.undo.push(copier.close)
     name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
@@ -87,7 +93,8 @@ def make_checkpoint_writer(
         space,
         run.update_device,
         replica_of(described, [torch_private.shard_ranks(member.param) for member in sharded.shards]),
-        mirror,
+        copiers,
+        run.settings.run.copied_checkpoints,
     )
     run.undo.push(checkpoint_writer.close)
     run.ranks.together("reserving space for checkpoints", checkpoint_writer.reserve)
@@ -101,7 +108,7 @@ def _open_mirror(run: Run) -> MirrorWriter:
     ranks.together("opening the mirror", partial(mirror.check, run.settings.storage.paths))
 
     def complete() -> CheckpointName | None:
-        there = usable(held([(mirror.published(run.folder.run_id), {})]))
+        there = usable(held([Seen(mirror.published(run.folder.run_id))]))
         names = [each.name for each in there if found is not None and each.name.step <= found.step]
         return max(names, key=lambda name: name.identity, default=None)
 
@@ -110,6 +117,14 @@ def _open_mirror(run: Run) -> MirrorWriter:
         previous = source.reader.folder.run_id
     before = ranks.on_first("looking for checkpoints in the mirror", complete)
     return MirrorWriter(mirror, run.folder, ranks, run.store, settings.mirror_rate, before=before, previous=previous)
+
+
+def _open_node_copier(run: Run) -> NodeCopier:
+    """Prepare copies on other nodes. Raises `ConfigError`, `BudgetError` or `StorageError`."""
+    state_bytes = sum(page.nbytes for page in state_pages(run.layout.pages))
+    retained = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
+    daemon = NodeDaemon(runtime_dir(run.settings.telemetry))
+    return NodeCopier(run.settings.run, run.folder, run.ranks, daemon, state_bytes, retained)
 
 
 def _full_parameter(member: Member) -> TensorSpec:
@@ -163,7 +178,7 @@ class Checkpointer:
             run.pager.flush()
             run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
-            if run.ranks.rank == 0:
+            if run.ranks.rank == 0 or (run.settings.run.copies and run.ranks.local_rank == 0):  # the node may be lost
                 self._keep_configs()
             updates, own = self._runner.updates, self._base_optimizer.kernel.persistent_attributes
             groups = self._base_optimizer.groups_by_shard()
@@ -178,7 +193,7 @@ class Checkpointer:
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error
 
     def finish(self) -> None:
-        """Wait until the newest checkpoint has been copied to the mirror, or has failed to be copied."""
+        """Wait until the newest checkpoint has been copied, or has failed to be copied."""
         self._checkpoint_writer.finish()
 
     def _keep_configs(self) -> None:

@@ -152,7 +152,7 @@ class Run:
             folder.create()
             retained = settings.run.retained_checkpoints
             checkpointed = {checkpoint.step: checkpoint.pages for checkpoint in checkpoints}
-            copied = int(bool(settings.run.mirror))  # checkpoints that may be copied after the run has replaced them
+            copied = settings.run.copied_checkpoints
             paths, slots = lay_out(
                 layout.pages, self.directory.stripe_weights, checkpointed, SPARE_SLOTS, retained + copied
             )

@@ -4,6 +4,7 @@
 <path>/<run id>/infinity.run            marker: identifies a run folder and its index among the run's paths
 <path>/<run id>/rank00000.pages         data file of one rank
 <path>/<run id>/checkpoints/            manifests, on the first path only
+<path>/<run id>/parity/                 copies of checkpoints of other nodes, see `infinity.checkpoint.parity`
 
 [Note: ownership of a path]
 A live run holds a lock file on each of its paths until its process ends. In addition, <path> itself is locked briefly:
@@ -149,11 +150,22 @@ class RunFolder:
                 self._remove_checkpoints("*" if checkpoints else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
+            self._remove_parities(own[number] / "parity", rank)
         for root in own.values():
             with suppress(FileNotFoundError):  # another rank is removing the same entries
                 if not set(os.listdir(root)) - {MARKER_NAME}:
                     (root / MARKER_NAME).unlink(missing_ok=True)
                     root.rmdir()
+
+    def _remove_parities(self, folder: Path, rank: int) -> None:
+        """Remove the copies of other ranks' checkpoints that a rank stores."""
+        for entry in folder.glob(f"rank{rank:05d}.*"):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        with suppress(OSError):  # missing, or not the last rank on this node
+            folder.rmdir()
 
     def _remove_checkpoints(self, pattern: str) -> None:
         """Remove matching entries durably, before any data file is removed. Pattern ``*`` also removes the folder."""

@@ -238,6 +238,8 @@ class PageStore:
         self._engine, self._spare = engine, spare
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
         self.retained = retained
+        self.pinned: Collection[int] = ()
+        """Steps of checkpoints that are retained in addition to `retained` ones. Changed by the training thread."""
         self._files = [engine.open(os.fspath(file)) for file in files]
         self._warned = False
         """``True`` if a retry has been logged. Set by the engine's thread."""
@@ -546,7 +548,11 @@ class PageStore:
             prefer: steps whose checkpoints are retained in preference to newer ones.
         """
         others = sorted(set(self._checkpoints) - {step}, key=lambda other: (other in prefer, other))
-        return (*sorted(others[max(0, len(others) - self.retained + 1) :]), step)
+        kept = {
+            *others[max(0, len(others) - self.retained + 1) :],
+            *(other for other in others if other in self.pinned),
+        }
+        return (*sorted(kept), step)
 
     def replaced_by(self, step: int, prefer: Collection[int] = ()) -> list[Mapping[int, Version]]:
         """Return the versions of the checkpoints that `adopt` releases, by page. The arguments are those of `adopt`."""

@@ -205,7 +205,7 @@ def save_with_a_slow_rank(folder: str, address: str) -> list[int]:
         session.run(until=3, every=1)
         goes_on.set()
         for until in (4, 5):
-            session.optimizer._checkpointer._checkpoint_writer._mirror._thread.join()
+            session.optimizer._checkpointer._checkpoint_writer._copiers[0]._thread.join()
             dist.barrier()
             session.run(until=until, every=1)
             if dist.get_rank() == 0 and until == 4:
@@ -226,7 +226,7 @@ def test_failed_copy_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
     with patch.object(Mirror, "write", write), Session(tmp_path, run={"mirror": address}) as session:
         session.run(until=3)
-        session.optimizer._checkpointer._checkpoint_writer._mirror._thread.join()
+        session.optimizer._checkpointer._checkpoint_writer._copiers[0]._thread.join()
         assert "step 3 could not be copied to" in caplog.text
         assert "network is down" in caplog.text
         assert Mirror(address).newest() is None
@@ -314,7 +314,7 @@ def test_mirror_that_does_not_respond_does_not_delay_a_failure(tmp_path: Path) -
     ):
         session = Session(tmp_path, run={"mirror": f"file://{tmp_path}/mirror"})
         session.run(until=3)
-        thread = session.optimizer._checkpointer._checkpoint_writer._mirror._thread
+        thread = session.optimizer._checkpointer._checkpoint_writer._copiers[0]._thread
         assert begun.wait(600)
         session.optimizer.close(RuntimeError("failed"))
         assert thread.is_alive()

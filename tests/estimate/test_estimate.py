@@ -103,6 +103,17 @@ def test_micro_batch_loop_reads_weights_per_micro_batch() -> None:
     assert found.update_schedule == "in_forward"
 
 
+@pytest.mark.parametrize(("nodes", "states"), [(2, 4), (3, 3)])
+def test_copies_need_two_more_checkpoints_and_two_parities(nodes: int, states: float) -> None:
+    drive, model = MACHINE.with_drives(1), decoder(parameters=354e6, layers=24, hidden=1024, vocabulary=32000)
+    without, found = (planned("256MiB", model, drive, run__copies=n, run__copy_nodes=nodes) for n in (0, 1))
+    state = found.layout.state_bytes
+    assert without.copy_bytes == without.copy_written_bytes == 0
+    assert found.copy_bytes == state
+    assert state / (nodes - 1) <= found.copy_written_bytes < 1.01 * state / (nodes - 1)
+    assert states * state <= found.drive_bytes - without.drive_bytes < 1.01 * states * state
+
+
 def test_frozen_base_is_read_twice_and_never_written() -> None:
     """A step reads 4 bytes per bf16 parameter of the base, in addition to the traffic of LoRA."""
     model = with_lora(MODEL, 8, "bfloat16")

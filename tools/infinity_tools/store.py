@@ -164,6 +164,10 @@ def _check(
                 console.print(f"  step {checkpoint.step}, {checkpoint.problem}: incomplete checkpoint, ignored")
             for where in dict.fromkeys(checkpoint.elsewhere for checkpoint in run.checkpoints if checkpoint.elsewhere):
                 console.print(f"  not read: {where}. Run the command there, too.", soft_wrap=True, markup=False)
+            for where in dict.fromkeys(checkpoint.from_copies for checkpoint in run.checkpoints):
+                if where:
+                    text = f"  not read: {where}, which copies on this host can replace"
+                    console.print(text, soft_wrap=True, markup=False)
             for file in without_manifest(run):
                 console.print(f"  {file} has no manifest: it belongs to no checkpoint", soft_wrap=True, markup=False)
             if none_left and not bad:
@@ -373,6 +377,7 @@ def _described(run: StoredRun) -> dict[str, Any]:
                 "own_bytes": checkpoint.own_bytes,
                 "problem": checkpoint.problem or None,
                 "elsewhere": checkpoint.elsewhere or None,
+                "from_copies": checkpoint.from_copies or None,
             }
             for checkpoint in run.checkpoints
         ],
@@ -388,7 +393,9 @@ def _table(run: StoredRun) -> Table:
     table.columns[5].overflow = "fold"
     for checkpoint in run.checkpoints:
         sizes = (format_size(checkpoint.nbytes), format_size(checkpoint.own_bytes))
-        problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else escape(checkpoint.elsewhere)
+        copies = f"{checkpoint.from_copies}: from copies" if checkpoint.from_copies else ""
+        notes = escape("; ".join(filter(None, (checkpoint.elsewhere, copies))))
+        problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else notes
         table.add_row(str(checkpoint.step), _when(checkpoint), str(checkpoint.world_size), *sizes, problem)
     return table
 

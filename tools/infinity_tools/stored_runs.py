@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from infinity.checkpoint.held import HeldCheckpoint
+from infinity.checkpoint.held import HeldCheckpoint, HeldParity
 from infinity.checkpoint.manifest import (
     CheckpointName,
     Manifest,
@@ -28,6 +28,7 @@ from infinity.checkpoint.manifest import (
     read_manifest,
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
+from infinity.checkpoint.parity import parities_in
 from infinity.checkpoint.parts import replicas
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, StorageError
@@ -70,6 +71,11 @@ class Checkpoint:
     def elsewhere(self) -> str:
         """Ranks whose files are on other hosts, and these hosts. Empty if there are none."""
         return self.held.elsewhere
+
+    @property
+    def from_copies(self) -> str:
+        """Ranks whose files can be computed from copies on this node, and their hosts. Empty if there are none."""
+        return self.held.from_copies
 
     @property
     def world_size(self) -> int:
@@ -249,12 +255,14 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
     named: Counter[tuple[int, Version]] = Counter()
     for found in read.values():
         named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
+    parities = parities_in(folder.roots)
     for checkpoint, (names, manifests, problem) in read.items():
         if not manifests and not problem:  # a live run removed the checkpoint in the meantime
             continue
         holders = {name.rank: [0] for name in names}
         parts = manifests[0].parts if manifests else ()
-        held = HeldCheckpoint(name=checkpoint, holders=holders, parts=parts)
+        copies = {rank: HeldParity(index, [0]) for rank, _, index in parities if index.identity == checkpoint.identity}
+        held = HeldCheckpoint(name=checkpoint, holders=holders, parts=parts, parities=copies)
         problem = held.problem() or problem
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.checkpoints / manifest.state_file) for manifest in manifests)

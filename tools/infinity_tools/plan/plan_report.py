@@ -202,6 +202,7 @@ def _facts(found: Estimate) -> Table:
         ("NVMe space per node", format_size(space) + free, _checkpoints(found)),
         *([("NVMe space in steps 1-2", format_size(first), "step 1 may store gradients")] * (first > space)),
         ("NVMe writes per node", f"{format_number(daily / 1e12)} TB per day", life),
+        *([("copy of a checkpoint", *_copy(found))] * bool(found.settings.run.copies)),
         ("memory for computation", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:
@@ -222,6 +223,11 @@ def _stays_there(found: Estimate) -> str:
     if not parts:
         return "too small for the weights of two FSDP modules, so weights are copied on demand"
     return f"holds {'; '.join(parts)}"
+
+
+def _copy(found: Estimate) -> tuple[str, str]:
+    received, written = (each * found.machine.ranks_per_node for each in (found.copy_bytes, found.copy_written_bytes))
+    return f"{format_size(received)} per node", f"received and sent; {format_size(written)} are written"
 
 
 def _checkpoints(found: Estimate) -> str:
@@ -291,6 +297,8 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,
         "node_first_drive_bytes": found.first_drive_bytes * machine.ranks_per_node,
         "node_written_bytes_per_day": found.node_written_per_day,
+        "copy_bytes": found.copy_bytes,
+        "copy_written_bytes": found.copy_written_bytes,
         "drive_days": found.drive_days,
         "working_bytes": found.working_bytes,
         "changes": [

@@ -1,0 +1,246 @@
+"""Copying of checkpoints to other nodes by their daemons. `infinity.checkpoint.parity` describes the files, and
+`infinity.checkpoint.copier` when checkpoints are copied.
+
+A rank asks the daemon of its node to serve the pages of its checkpoint, and to compute its parity from the pages that
+the daemons of other nodes serve. Until all ranks have done so, the run retains the checkpoint, and the last one that
+was copied, because a parity is useful only together with the other ranks' checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity import interrupts
+from infinity.checkpoint.copier import CHECK_SECONDS, Copier, Progress
+from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.parity import (
+    SLOTS,
+    folder_of,
+    parities_in,
+    parity_file,
+    parity_length,
+    peers_of,
+    ring_of,
+)
+from infinity.checkpoint.parts import host_name
+from infinity.config import RunConfig
+from infinity.daemon_client import NodeDaemon
+from infinity.errors import ConfigError
+from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder, allocated_bytes, reserve
+from infinity.untrusted_files import own_folder
+
+_log = logging.getLogger("infinity")
+_MOST_UNANSWERED = 5
+"""Number of requests without a response after which the daemon counts as ended. A busy node answers slowly."""
+
+
+class NodeCopier(Copier):
+    """Copies the checkpoints of one rank to other nodes, and stores the parity of other ranks. All ranks construct it
+    together.
+
+    Args:
+        settings: settings of the run.
+        folder: folders of the run, which exist.
+        ranks: ranks of the run.
+        daemon: daemon of this node.
+        state_bytes: size of the pages that a checkpoint of this rank contains.
+        retained: checkpoints of this run that the drives contain.
+
+    Raises:
+        ConfigError: if the nodes do not suffice, or a node has no daemon that copies checkpoints.
+        BudgetError, StorageError: if there is no space for the parity files.
+    """
+
+    def __init__(
+        self,
+        settings: RunConfig,
+        folder: RunFolder,
+        ranks: Ranks,
+        daemon: NodeDaemon,
+        state_bytes: int,
+        retained: Collection[CheckpointName] = (),
+    ) -> None:
+        self._settings, self._folder, self._ranks, self._daemon = settings, folder, ranks, daemon
+        self._token = ranks.agree(secrets.token_hex(32))
+        everywhere = ranks.collect((host_name(), state_bytes))
+        ring = ring_of(_nodes([host for host, _ in everywhere], settings), ranks.rank)
+        self._peers = peers_of(ring, ranks.rank, settings.copy_nodes)
+        addresses = ranks.collect(ranks.together("asking infinityd to copy checkpoints", self._join))
+        self._addresses = [addresses[peer] for peer in self._peers]
+        self._targets = self._slots()
+        length = parity_length([everywhere[peer][1] for peer in self._peers], settings.copy_nodes)
+        ranks.together("reserving space for copies", lambda: self._reserve(length))
+        super().__init__(settings.copies, self._find_complete(retained))
+        self._running: CheckpointName | None = None
+        """Checkpoint that is being copied."""
+        self._unanswered = 0
+        """Number of requests for the progress since the last response."""
+        self._warned = ""
+        """Last error that was logged."""
+
+    @property
+    def needed(self) -> set[CheckpointName]:
+        """The last checkpoint that all ranks have copied, and the one that is being copied."""
+        return {checkpoint for checkpoint in (self._complete, self._running) if checkpoint is not None}
+
+    def _slots(self) -> list[Path]:
+        """Return the two parity files, on different paths if there are several."""
+        roots, first = self._folder.roots, 2 * self._ranks.local_rank
+        return [
+            parity_file(roots[(first + number) % len(roots)], self._ranks.rank, slot)
+            for number, slot in enumerate(SLOTS)
+        ]
+
+    def _reserve(self, length: int) -> None:
+        for target in self._targets:
+            for folder in (target.parent, folder_of(target)):
+                own_folder(folder, parents=False)
+            with self._daemon.space_reserved(
+                str(target.parent.resolve()), length - allocated_bytes(target), self._folder.run_id
+            ):
+                reserve(target, length, self._folder.roots)
+
+    def _find_complete(self, retained: Collection[CheckpointName]) -> CheckpointName | None:
+        """Return the newest of the retained checkpoints that all ranks have copied. Its file becomes the last slot."""
+        found = {
+            parity.contents.identity: parity.target
+            for parity in parities_in(self._folder.roots)
+            if parity.target in self._targets
+            and parity.contents.nodes == self._settings.copy_nodes
+            and [peer.rank for peer in parity.contents.peers] == self._peers
+        }
+        good = set.intersection(*map(set, self._ranks.collect(list(found))))
+        complete = [checkpoint for checkpoint in retained if checkpoint.identity in good]
+        newest = max(complete, key=lambda checkpoint: checkpoint.identity, default=None)
+        if newest is not None and found[newest.identity] == self._targets[0]:
+            self._targets.reverse()
+        return newest
+
+    # Requests to the daemon #
+
+    def _join(self) -> str:
+        """Register with the daemon. Return the address at which it serves this rank's pages. Raises `ConfigError`."""
+        answer = self._daemon.answer(
+            "copies_join", run_id=self._folder.run_id, rank=self._ranks.rank, token=self._token
+        )
+        if answer.get("ok") is True and isinstance(answer.get("address"), str):
+            return str(answer["address"])
+        reason = f": {answer['error']}." if answer.get("error") else " does not respond."
+        raise ConfigError(
+            f"run.copies = {self._settings.copies}, but infinityd on {host_name()}{reason} Start infinityd on "
+            "each node with copies.host in its settings, or set run.copies = 0."
+        )
+
+    def _ask(self, op: str, **values: object) -> Mapping[str, Any]:
+        return self._daemon.answer(op, run_id=self._folder.run_id, rank=self._ranks.rank, **values)
+
+    def close(self) -> None:
+        """Stop copying."""
+        self._ask("copies_stop")
+
+    # Copying #
+
+    def _busy(self) -> bool:
+        if self._running is None:
+            return False
+        answer = self._ask("copies_progress")
+        self._unanswered = 0 if answer else self._unanswered + 1
+        if 0 < self._unanswered < _MOST_UNANSWERED:
+            return True
+        if answer.get("ok") is True and answer.get("copied") == self._running.identity:
+            self._copied = self._running
+            return False
+        if answer.get("ok") is True and answer.get("busy") is True:
+            return True
+        if self._copied != self._running:
+            self._warn(self._running, answer)
+        return False
+
+    def exchanged(self, progress: Collection[Progress]) -> None:
+        before = self._complete
+        super().exchanged(progress)
+        if self._complete != before:
+            if self._ranks.rank == 0:
+                _log.info("copied %s to other nodes", self._complete)
+            self._targets.reverse()  # the next copy replaces the one before
+        if self._idle and self._running is not None:
+            self._running = None
+            self._ask("copies_stop")
+
+    def _has_copied(self, checkpoint: CheckpointName) -> bool:
+        return self._complete == checkpoint
+
+    def _start(self, manifest: Manifest, retained: Collection[CheckpointName]) -> None:
+        if manifest.name.checkpoint == self._complete:
+            return
+        self._running = manifest.name.checkpoint
+        values = {
+            "identity": manifest.identity,
+            "manifest": os.path.abspath(self._folder.checkpoints / manifest.file_name),
+            "roots": [
+                os.path.abspath(self._folder.data_file(path, self._ranks.rank))
+                for path in range(len(self._folder.roots))
+            ],
+            "target": os.path.abspath(self._targets[0]),
+            "peers": [
+                {"rank": rank, "address": address} for rank, address in zip(self._peers, self._addresses, strict=True)
+            ],
+            "nodes": self._settings.copy_nodes,
+            "rate": self._settings.copy_rate,
+        }
+        answer = self._ask("copies_start", **values)
+        if answer.get("ok") is not True:  # the daemon may have been restarted
+            self._ask("copies_join", token=self._token)
+            answer = self._ask("copies_start", **values)
+        if answer.get("ok") is not True:
+            self._warn(self._running, answer)
+
+    def _wait(self) -> None:
+        while True:
+            self.exchanged(self._ranks.collect(self.progress))
+            if self._idle:
+                return
+            time.sleep(CHECK_SECONDS)
+            interrupts.check()
+
+    def _warn(self, checkpoint: CheckpointName, answer: Mapping[str, Any]) -> None:
+        text = f"{answer.get('error') or 'infinityd does not respond'}"
+        message = f"rank {self._ranks.rank}: the {checkpoint} could not be copied to this node: {text}"
+        if message != self._warned:
+            _log.warning("%s", message)
+        self._warned = message
+
+
+def _nodes(hosts: Sequence[str], settings: RunConfig) -> list[list[int]]:
+    """Return the ranks of each node, in the order of their first ranks.
+
+    Raises:
+        ConfigError: if checkpoints cannot be copied with this number of nodes or ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    if len(by_host) < 2:
+        raise ConfigError(
+            f"run.copies = {settings.copies}, but all ranks run on one node, {hosts[0]}. Use several nodes, or copy "
+            "checkpoints with run.mirror."
+        )
+    if len(by_host) < settings.copy_nodes:
+        raise ConfigError(
+            f"run.copy_nodes = {settings.copy_nodes}, but the run has {len(by_host)} nodes. Set it to at most "
+            f"{len(by_host)}."
+        )
+    if len({len(ranks) for ranks in by_host.values()}) > 1:
+        counts = ", ".join(f"{host} has {len(ranks)}" for host, ranks in list(by_host.items())[:8])
+        raise ConfigError(
+            f"run.copies = {settings.copies} requires the same number of ranks on each node, but {counts}. Start the "
+            "same number on each, or set run.copies = 0."
+        )
+    return list(by_host.values())

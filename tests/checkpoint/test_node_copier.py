@@ -1,0 +1,219 @@
+"""Tests of copies on other nodes: when checkpoints are copied, and how a run survives the loss of a node's drive."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.checkpoint.copier import Copier, Progress
+from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.parity import parities_in
+from infinity.config import RunConfig
+from infinity.errors import ConfigError
+from infinity_tools.cli import app
+from support.copying_daemon import copying
+from support.ranks import RankFailedError, RankPool
+from support.separate_nodes import State, different, export, resume, save
+
+
+def command(*words: object) -> tuple[int, str]:
+    """Run `infinity`; return its status and its output on one line."""
+    done = CliRunner().invoke(app, [*map(str, words)])
+    return done.exit_code, " ".join(done.output.split())
+
+
+def save_with_copies(
+    folder: str, steps: tuple[int, ...] = (2,), fails: tuple[int, ...] = (), **run: Any
+) -> tuple[State, list[int]]:
+    """Train with copies on other nodes; return this rank's state, and the steps that were copied."""
+    with copying(fails) as daemon:
+        return save(folder, "", steps, **{"copies": 1, **run}), daemon.steps
+
+
+def lose(folder: Path, node: int) -> None:
+    """Remove the drive of a node."""
+    shutil.rmtree(folder / f"node{node}/nvme0")
+
+
+@pytest.fixture(scope="module")
+def copied(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[State]]:
+    """Folder of two nodes that have copied a checkpoint, and the state of each rank."""
+    place = tmp_path_factory.mktemp("copied")
+    return place, [state for state, _ in pair.run(save_with_copies, str(place))]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_run_resumes_on_an_empty_node(
+    lost: int, copied: tuple[Path, list[State]], pair: RankPool, tmp_path: Path
+) -> None:
+    folder, states = shutil.copytree(copied[0], tmp_path / "run"), copied[1]
+    lose(folder, lost)
+    for rank, (step, state) in enumerate(pair.run(resume, str(folder))):
+        assert (step, different(state, states[rank])) == (2, [])
+
+
+def test_run_resumes_on_the_remaining_node(copied: tuple[Path, list[State]], tmp_path: Path) -> None:
+    """Without the other node, one rank computes the same state as from the files of both."""
+    both = tmp_path / "both"
+    for name in ("node0", "node1"):
+        shutil.copytree(copied[0] / name / "nvme0", both / "node0/nvme0", dirs_exist_ok=True)
+    expected = resume(str(both))
+    folder = shutil.copytree(copied[0], tmp_path / "run")
+    lose(folder, 1)
+    step, state = resume(str(folder))
+    assert (step, different(state, expected[1])) == (2, [])
+
+
+def test_commands_use_the_copies_of_a_lost_node(
+    copied: tuple[Path, list[State]], pair: RankPool, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(copied[0], tmp_path / "run")
+    status, output = command("store", "ls", folder / "node1/nvme0")
+    assert (status, "rank 0 on node0: from copies" in output) == (0, True), output
+    status, output = command("store", "verify", folder / "node1/nvme0")
+    assert (status, "not read: rank 0 on node0, which copies on this host can replace" in output) == (0, True), output
+    lose(folder, 0)
+    nvme = folder / "node1/nvme0"
+    assert command("export", nvme, "--to", "dcp", "--out", tmp_path / "alone")[0] == 0
+    assert pair.run(export, str(folder)) == [[2], []]
+    (parity,) = nvme.glob("*/parity")
+    assert command("store", "rm", nvme, parity.parent.name, "--yes")[0] == 0
+    assert not list(nvme.glob("*/"))
+
+
+def test_damaged_copy_is_an_error(copied: tuple[Path, list[State]], tmp_path: Path) -> None:
+    folder = shutil.copytree(copied[0], tmp_path / "run")
+    lose(folder, 1)
+    (run,) = (folder / "node0/nvme0").glob("*/")
+    (parity,) = parities_in([run])
+    parity.target.write_bytes(b"damaged" * parity.contents.length)
+    status, output = command("export", folder / "node0/nvme0", "--to", "dcp", "--out", tmp_path / "out")
+    assert status
+    assert "the copies of rank 1 on other nodes" in output
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_interrupted_copy_leaves_the_earlier_one(lost: int, pair: RankPool, tmp_path: Path) -> None:
+    """The checkpoint of the earlier copy is retained, although `retained_checkpoints` is 1."""
+    found = pair.run(partial(save_with_copies, fails=(2, 3)), str(tmp_path), (1, 2, 3))
+    assert [steps for _, steps in found] == [[1], [1]]
+    lose(tmp_path, lost)
+    assert [step for step, _ in pair.run(resume, str(tmp_path))] == [1, 1]
+
+
+def test_only_every_nth_checkpoint_is_copied(pair: RankPool, tmp_path: Path) -> None:
+    """The newest one is copied at the end. A resumed run does not copy it again."""
+    found = pair.run(partial(save_with_copies, copies=3), str(tmp_path), (1, 2, 3, 4, 5))
+    assert [steps for _, steps in found] == [[1, 4, 5]] * 2
+    found = pair.run(partial(save_with_copies, resume="latest"), str(tmp_path), (6,))
+    assert [steps for _, steps in found] == [[6]] * 2
+    for rank in (0, 1):
+        (run,) = (tmp_path / f"node{rank}/nvme0").glob("*/")
+        assert sorted(int(parity.contents.peers[0].manifest[4:16]) for parity in parities_in([run])) == [5, 6]
+
+
+def test_state_of_any_of_three_nodes_is_computed(tmp_path: Path) -> None:
+    """Each node stores half as much as with full copies."""
+    (tmp_path / "run").mkdir()
+    pool = RankPool(3)
+    try:
+        states = [state for state, _ in pool.run(partial(save_with_copies, copy_nodes=3), str(tmp_path / "run"))]
+        for lost in range(3):
+            folder = shutil.copytree(tmp_path / "run", tmp_path / f"lost{lost}")
+            lose(folder, lost)
+            for rank, (step, state) in enumerate(pool.run(resume, str(folder))):
+                assert (step, different(state, states[rank])) == (2, [])
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"copy_nodes": 3}, r"run\.copy_nodes = 3, but the run has 2 nodes"),
+        ({}, r"infinityd on node[01] does not respond"),
+    ],
+)
+def test_missing_node_or_daemon_is_an_error(run: dict[str, int], message: str, pair: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=message):
+        pair.run(partial(save, copies=1, **run), str(tmp_path))
+
+
+def test_single_node_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"all ranks run on one node, node0"):
+        save(str(tmp_path), copies=1)
+
+
+def test_retained_checkpoints_are_required(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.copies is set, but run\.retained_checkpoints = 0"):
+        save(str(tmp_path), copies=1, retained_checkpoints=0)
+
+
+class Recorder(Copier):
+    """Copier of a rank whose copies take as long as a test wants."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(every, None)
+        self.running: CheckpointName | None = None
+        self.started: list[int] = []
+
+    def _busy(self) -> bool:
+        return self.running is not None
+
+    def _has_copied(self, checkpoint: CheckpointName) -> bool:
+        return self._copied == checkpoint
+
+    def _start(self, manifest: Manifest, retained: Collection[CheckpointName]) -> None:
+        self.running = manifest.name.checkpoint
+        self.started.append(manifest.step)
+
+    def _wait(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the copy."""
+        self._copied, self.running = self.running or self._copied, None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Manifest:
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.name = CheckpointName(step, f"{step:024x}", 2).of(0)
+
+
+def test_checkpoint_is_copied_when_it_is_due_and_no_rank_is_copying() -> None:
+    """A checkpoint that is due while another one is copied is replaced by the next one."""
+    copier = Recorder(every=2)
+
+    def publish(step: int, *, other: bool = False) -> None:
+        copier.exchanged([copier.progress, Progress(not other, "")])
+        copier.published(_Manifest(step), ())  # type: ignore[arg-type]
+
+    publish(1)
+    publish(2)
+    publish(3)
+    copier.end()
+    publish(4, other=True)
+    assert copier.started == [1]
+    publish(5)
+    copier.end()
+    publish(6)
+    assert copier.started == [1, 5]
+    copier.finish()
+    assert copier.started == [1, 5, 6]
+    copier.finish()
+    assert copier.started == [1, 5, 6]
+
+
+def test_space_for_two_more_checkpoints_is_reserved() -> None:
+    assert [RunConfig(copies=copies).copied_checkpoints for copies in (0, 1, 5)] == [0, 2, 2]
+    assert RunConfig(copies=1, mirror="memory://x").copied_checkpoints == 3

@@ -1,0 +1,93 @@
+"""A daemon that copies checkpoints between ranks in the folders of `support.separate_nodes`, in the calling process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+from infinity.checkpoint.manifest import Manifest, read_manifest
+from infinity.checkpoint.parity import (
+    ParityIndex,
+    Peer,
+    Stream,
+    folder_of,
+    parity_length,
+    part_range,
+    remove_index,
+    write_index,
+    xor,
+)
+from infinity.daemon_client import NodeDaemon
+from infinity.run import checkpointing
+from infinity.store.page_store import read_version
+
+
+class CopyingDaemon(NodeDaemon):
+    """Daemon of one rank. It copies a checkpoint when it is asked to start."""
+
+    steps: ClassVar[list[int]]
+    """Steps of the checkpoints that were copied."""
+    fails: ClassVar[set[int]]
+    """Steps of the checkpoints whose copies fail halfway."""
+
+    def answer(self, op: str, **values: Any) -> dict[str, Any]:
+        """Return the response to a request."""
+        if op == "copies_join":
+            assert re.fullmatch("[0-9a-f]{64}", values["token"])
+            return {"ok": True, "address": f"node{values['rank']}:9471"}
+        if op == "copies_start":
+            step = self._copy(**values)
+            self._copied = "" if step in self.fails else values["identity"]
+            return {"ok": True}
+        if op == "copies_progress":
+            return {"ok": True, "busy": False, "copied": self._copied, "error": "" if self._copied else "no network"}
+        return {"ok": True} if op == "copies_stop" else super().answer(op, **values)
+
+    def _copy(
+        self, run_id: str, rank: int, identity: str, manifest: str, roots: list[str], target: str,
+        peers: list[dict[str, Any]], nodes: int, rate: int,
+    ) -> int:  # fmt: skip
+        def on(peer: int, path: str) -> Path:
+            return Path(path.replace(f"/node{rank}/", f"/node{peer}/").replace(f"rank{rank:05d}", f"rank{peer:05d}"))
+
+        assert [peer["address"] for peer in peers] == [f"node{peer['rank']}:9471" for peer in peers]
+        remove_index(Path(target))
+        found: list[Manifest] = []
+        for peer in (peer["rank"] for peer in peers):
+            found.append(read_manifest(on(peer, manifest)))
+            for name in (found[-1].file_name, found[-1].state_file):
+                shutil.copy(on(peer, manifest).with_name(name), folder_of(Path(target)))
+        streams = [
+            b"".join(
+                read_version(on(each.rank, roots[version.extent.path]), page, version, "")
+                for page, version in sorted(each.pages.items())
+            )
+            for each in found
+        ]
+        lengths = [Stream(each.pages).length for each in found]
+        parts = [
+            stream[slice(*part_range(length, nodes, part))]
+            for part, (stream, length) in enumerate(zip(streams, lengths, strict=True))
+        ]
+        parity = xor(*parts)
+        failing = found[0].step in self.fails
+        with open(target, "r+b") as file:
+            file.write(parity[: len(parity) // 2] if failing else parity)
+        if not failing:
+            everyone = tuple(
+                Peer(rank=each.rank, part=part, length=lengths[part], manifest=each.file_name)
+                for part, each in enumerate(found)
+            )
+            index = ParityIndex(identity=identity, nodes=nodes, peers=everyone, length=parity_length(lengths, nodes))
+            write_index(Path(target), index)
+            self.steps.append(found[0].step)
+        return found[0].step
+
+
+def copying(fails: tuple[int, ...] = ()) -> Any:
+    """Return a context in which runs copy their checkpoints with a `CopyingDaemon`."""
+    daemon = type("Daemon", (CopyingDaemon,), {"steps": [], "fails": set(fails)})
+    return patch.object(checkpointing, "NodeDaemon", daemon)
