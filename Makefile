@@ -28,7 +28,7 @@ QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py 
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
-	$(BIN)/infinity train --model llama-100m --max_steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
+	$(BIN)/infinity train --model llama-100m --max_steps 20 --host-memory 256MiB --metrics-port 9469 $(ARGS)
 
 # Linters, type checks and the tests of the wheel use one core each, so they run two at a time.
 test: install

@@ -12,7 +12,7 @@ from infinity.errors import MissingPackageError
 
 EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
-    "daemon": ("typer", "prometheus_client"),
+    "daemon": ("typer", "prometheus_client", "aiofiles"),
     "hf": ("transformers", "tokenizers"),
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),

@@ -134,6 +134,32 @@ class FairnessConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopiesConfig:
+    """Copies of checkpoints on other nodes (`run.copies`), which daemons exchange over a private network.
+
+    Changes take effect when the daemon is restarted.
+    """
+
+    host: str = setting(
+        "",
+        "Address or name of the interface on which the daemons of other nodes connect, e.g. `eth1`. It must be one "
+        "interface. Empty: no copies.",
+    )
+    port: int = setting(9471, "TCP port for the daemons of other nodes; 0 for any free port.", maximum=65535)
+    certificate: str = setting(
+        "",
+        "File with the certificate of this node, to encrypt copies with TLS. It requires `key` and `authority`. Empty: "
+        "copies are authenticated but not encrypted.",
+    )
+    key: str = setting("", "File with the key of the certificate. It must not be readable by other users.")
+    authority: str = setting(
+        "",
+        "File with the certificate of the authority that has signed the certificates of all nodes. Use an authority of "
+        "your own, because every certificate that it has signed is accepted.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
     """Settings of the daemon."""
 
@@ -143,6 +169,7 @@ class DaemonConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     stale: StaleConfig = field(default_factory=StaleConfig)
     fairness: FairnessConfig = field(default_factory=FairnessConfig)
+    copies: CopiesConfig = field(default_factory=CopiesConfig)
 
     @property
     def runtime_dir(self) -> Path:

@@ -44,7 +44,8 @@ class Requests:
     """Handles requests.
 
     `state` returns the ``state`` response, or an empty one before the first state. `rates_of` returns the bandwidth
-    limits of a run. `used` is called with the names of drives that a run is about to use.
+    limits of a run. `used` is called with the names of drives that a run is about to use. `more` has the rules and
+    handlers of further requests, see `copy_service.py`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Requests:
         wear: Callable[[Drive], DriveWear],
         rates_of: Callable[[str], Mapping[str, float]],
         state: Callable[[], Mapping[str, object]],
+        more: Mapping[str, tuple[Rule, Callable[..., Awaitable[Answer]]]],
     ) -> None:
         self._stats_files, self._profile, self._reservations = stats_files, profile, reservations
         self._is_alive, self._used, self._rates_of = is_alive, used, rates_of
@@ -65,14 +67,15 @@ class Requests:
         # For each op: the rule that validates its keys, and its handler.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "state": (record(), self._current),
-            "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
+            "bandwidth": (record(paths=sequence(absolute_path, least=1, most=_MAX_PATHS)), self._bandwidth),
             "record_bandwidth": (
-                record(rates=table(_folder, rates), source=one_of("probe", "run")),
+                record(rates=table(absolute_path, rates), source=one_of("probe", "run")),
                 self._record_bandwidth,
             ),
-            "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_RUN_ID), self._reserve),
+            "reserve": (record(path=absolute_path, bytes=integer(1, _MAX_BYTES), run_id=_RUN_ID), self._reserve),
             "release": (record(path=_TEXT, run_id=_RUN_ID), self._release),
-            "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_RUN_ID), self._pace),
+            "pace": (record(paths=sequence(absolute_path, least=1, most=_MAX_PATHS), run_id=_RUN_ID), self._pace),
+            **more,
         }
 
     async def answer(self, line: bytes, owner: Owner) -> Answer:
@@ -151,7 +154,8 @@ _TEXT = printable(1, 4096)
 _RUN_ID = printable(1, 128)
 
 
-def _folder(value: Any) -> str:
+def absolute_path(value: Any) -> str:
+    """Rule for an absolute path."""
     path: str = _TEXT(value)
     if not path.startswith("/"):
         raise Mismatch(value, "must be an absolute path, because the daemon has a different working directory")

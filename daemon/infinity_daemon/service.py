@@ -26,6 +26,7 @@ from infinity_daemon.background import Background
 from infinity_daemon.collection import Collection
 from infinity_daemon.collectors import DeviceFamilies, build_families, rank_families, stale_families
 from infinity_daemon.configured_drives import Drives
+from infinity_daemon.copy_service import Copies
 from infinity_daemon.daemon_config import DaemonConfig
 from infinity_daemon.drive_bandwidth import Profiles
 from infinity_daemon.drive_measurement import Measuring
@@ -87,12 +88,14 @@ class Daemon:
         self._devices = DeviceFamilies(
             stats_files=self._stats_files, drives=self._drives, reserved=self._reservations.by_drive
         )
+        self._copies = Copies(config.copies, lambda owner: self._server.is_alive(owner), several=users.several)
         self._collection = Collection(
             {
                 "build": lambda: build_families(self._started),
                 "devices": self._devices.collect,
                 "ranks": lambda: rank_families(self._stats_files),
                 "stale": lambda: stale_families(self._stale),
+                "copies": self._copies.families,
             }
         )
         self._state = NodeState(
@@ -111,6 +114,7 @@ class Daemon:
             wear=self._worn,
             rates_of=self._rates_of,
             state=self._state.now,
+            more=self._copies.ops,
         )
         self._server = SocketServer(config.socket, requests.answer, users)
         self._port = 0  # TCP port of the HTTP server, or 0 before it is started
@@ -150,7 +154,9 @@ class Daemon:
             event(logging.ERROR, "config.rejected", reason=str(error))
             return
         kept = [
-            name for name in ("server", "runtime_dir", "state_dir") if getattr(config, name) != getattr(before, name)
+            name
+            for name in ("server", "copies", "runtime_dir", "state_dir")
+            if getattr(config, name) != getattr(before, name)
         ]
         event(logging.INFO, "config.read")
         if kept:
@@ -170,6 +176,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload, load)
         await self._server.start()
         try:
+            await self._copies.start()
             registry, server = CollectorRegistry(), self._config.server
             registry.register(self._collection)
             with serve_registry(
@@ -180,6 +187,7 @@ class Daemon:
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
                 await self._work_until(stop)
         finally:
+            await self._copies.stop()
             await self._server.stop()
         event(logging.INFO, "stopped")
 
@@ -207,6 +215,7 @@ class Daemon:
         while not stop.is_set():
             for entry in self._reservations.expire(self._server.is_alive):
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
+            self._copies.expire()
             found = await asyncio.to_thread(self._stats_files.scan)
             self._run_log.observe(found.snapshots)
             live = [snapshot for snapshot in found.snapshots if snapshot.alive]

@@ -17,9 +17,15 @@ class Pace:
 
     def wait(self, nbytes: int) -> None:
         """Block until `nbytes` more bytes may be transferred."""
-        if self._rate:
-            with self._lock:
-                now = time.monotonic()
-                start = max(self._next, now)
-                self._next = start + nbytes / self._rate
-            self.stopped.wait(start - now)
+        if delay := self.delay(nbytes):
+            self.stopped.wait(delay)
+
+    def delay(self, nbytes: int) -> float:
+        """Return the time in seconds after which the caller may transfer `nbytes` more bytes."""
+        if not self._rate:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            start = max(self._next, now)
+            self._next = start + nbytes / self._rate
+        return start - now

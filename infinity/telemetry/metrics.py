@@ -327,6 +327,27 @@ METRICS: Final[tuple[Metric, ...]] = (
         _DEVICE,
     ),
     _daemon(
+        "copy_received_bytes_total",
+        "counter",
+        "Bytes of checkpoints of other nodes that the daemon has received for a rank on this node (`run.copies`).",
+        _RUN,
+        Label(name="rank"),
+    ),
+    _daemon(
+        "copy_last_success_timestamp_seconds",
+        "gauge",
+        "Unix time at which a rank on this node last had a complete copy of checkpoints of other nodes; 0 if never.",
+        _RUN,
+        Label(name="rank"),
+    ),
+    _daemon(
+        "copy_failed",
+        "gauge",
+        "1 if the last copy of checkpoints of other nodes for a rank on this node failed, 0 otherwise.",
+        _RUN,
+        Label(name="rank"),
+    ),
+    _daemon(
         "rank_device_info",
         "info",
         "Mapping from a rank's `device` label to the block device that stores its data; the value is always 1.",

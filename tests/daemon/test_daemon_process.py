@@ -45,7 +45,7 @@ def test_two_ranks_end_to_end_with_one_killed(tmp_path):
         assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
         health = json.loads(get(process.port, "/healthz"))
         assert health["status"] == "ok"
-        assert health["collectors"] == {"build": True, "devices": True, "ranks": True, "stale": True}
+        assert health["collectors"] == {"build": True, "copies": True, "devices": True, "ranks": True, "stale": True}
         until(lambda: state(tmp_path)["runs"][0]["status"] == "dead")
         node = state(tmp_path)
         assert [rank["status"] for rank in node["runs"][0]["ranks"]] == ["live", "dead"]

@@ -383,7 +383,7 @@ def test_a_request_before_the_first_state_is_answered_with_an_error(monkeypatch)
     monkeypatch.setattr(requests, "_STATE_SECONDS", 0.0)
     sources = ("stats_files", "profile", "reservations", "is_alive", "used", "wear", "rates_of")
     state = make_state()
-    handler = requests.Requests(**dict.fromkeys(sources), state=state.now)
+    handler = requests.Requests(**dict.fromkeys(sources), state=state.now, more={})
     assert asyncio.run(handler.answer(b'{"op": "state"}', None)).keys() == {"error"}
     state.observe(Found(snapshots=(), broken=0), {}, 0.0)
     assert asyncio.run(handler.answer(b'{"op": "state"}', None))["ok"]

@@ -94,7 +94,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for made in (drive, *runtimes):
         made.mkdir()
     with ExitStack() as stack:
-        daemons = [stack.enter_context(daemon(runtime, "--device-path", str(drive))) for runtime in runtimes]
+        (folder / "infinityd.toml").write_text('[copies]\nhost = "lo"\nport = 0\n')
+        options = ["--config", str(folder / "infinityd.toml"), "--device-path", str(drive)]
+        daemons = [stack.enter_context(daemon(runtime, *options)) for runtime in runtimes]
         ranks = []
         for run, world_size, rank, node in RANKS:
             info = {"paths": json.dumps([str(drive)]), "version": "1", "io_engine": "io_uring"}
@@ -103,6 +105,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             )
             stack.callback(stats.close)
             ranks.append(stats)
+        assert NodeDaemon(runtimes[0]).ask("copies_join", run_id=RANKS[0][0], rank=0, token="ab" * 32)
         for runtime in runtimes:
             assert NodeDaemon(runtime).ask("record_bandwidth", rates={str(drive): RATES}, source="run")
         port = free_port()

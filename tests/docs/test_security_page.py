@@ -33,6 +33,16 @@ def test_every_cited_test_exists() -> None:
     assert cited >= 30
 
 
+def test_every_network_channel_has_a_test() -> None:
+    """Each row of the table of channels names a test; `test_every_cited_test_exists` checks that it exists."""
+    table = re.findall(r"^\|(.*)\|$", PAGE.partition("## Network\n\n")[2].partition("\n\n")[0], re.M)
+    header, _, *rows = [[cell.strip() for cell in row.split("|")] for row in table]
+    assert header == ["channel", "listener", "interface", "authentication", "encryption", "test"]
+    assert len(rows) == 5
+    for row in rows:
+        assert re.fullmatch(r"`(\w+/)*test_\w+\.py::test_\w+`", row[-1]), row
+
+
 def test_paths_without_a_token_match_the_server() -> None:
     """The page lists exactly the paths that the daemon's HTTP server answers without the token."""
     state = NodeState(

@@ -30,8 +30,11 @@ DAEMON_MAY_IMPORT = {
     "cli_errors", "config", "config_fields", "schema", "errors", "units", "hugepages", "untrusted_files",
     "optional_dependencies", "io", "daemon_client", "telemetry",
 }  # fmt: skip
-DAEMON_MAY_ALSO_IMPORT = ("infinity.__version__", "infinity.store.folder.", "infinity.store.marker.")
-"""The folder and marker of a run, to find runs and their owners."""
+DAEMON_MAY_ALSO_IMPORT = (
+    "infinity.__version__", "infinity.store.folder.", "infinity.store.marker.", "infinity.checkpoint.manifest.",
+    "infinity.checkpoint.parity.",
+)  # fmt: skip
+"""The folder and marker of a run, to find runs and their owners, and the files of checkpoints, to copy them."""
 
 
 def package(name: str) -> str:

@@ -1,0 +1,335 @@
+"""Copying of parts of the checkpoints of other nodes into a parity file. `infinity.checkpoint.parity` has the geometry.
+
+The parity is written from its first byte to its last one, so its first bytes are complete at any time, and an
+interrupted copy of the same checkpoint continues after them. Each part is requested once per byte of the parity, in the
+same order, from the daemon of its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import aiofiles
+import numpy as np
+import xxhash
+
+from infinity.checkpoint.manifest import Manifest, Published, decode_manifest
+from infinity.checkpoint.parity import (
+    ParityIndex,
+    Peer,
+    Stream,
+    folder_of,
+    parity_length,
+    part_range,
+    read_index,
+    remove_index,
+    write_index,
+)
+from infinity.errors import CheckpointError, InfinityError
+from infinity.io.pace import Pace
+from infinity.schema import integer, record
+from infinity.units import MIB
+from infinity.untrusted_files import open_own, own_folder, read_own, sync_folder, write_own
+from infinity_daemon.copy_channel import LATER, MAX_DATA_BYTES, OK, Channel, ChannelError, parsed
+from infinity_daemon.copy_source import MAX_MANIFEST_BYTES, Source, in_thread
+
+_PATIENCE_SECONDS: Final = 300.0
+"""Time without any progress after which a copy fails. The ranks start their copies within a few seconds."""
+_PAUSE_SECONDS: Final = 0.5
+"""Time before a failed connection is repeated."""
+_AHEAD: Final = 2
+"""Number of requests per peer that are under way, so that reading, hashing and writing overlap."""
+_SYNC_BYTES: Final = 64 * MIB
+"""Number of bytes after which the parity file is flushed, and the progress recorded."""
+_PROGRESS_NAME: Final = "progress.json"
+_MOST_PROGRESS: Final = 1 << 20
+_SIZES = record(manifest=integer(0, MAX_MANIFEST_BYTES), state=integer(0, 1 << 40), pages=integer(0))
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """Rank on another node whose part is copied."""
+
+    rank: int
+    address: str
+    """Host and port of its daemon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Request of a rank to copy parts of a checkpoint. `nodes` is the number of nodes over which a copy is spread."""
+
+    identity: str
+    target: Path
+    """Parity file, which exists and is long enough."""
+    contributors: Sequence[Contributor]
+    """Contributors, in the order of their parts."""
+    nodes: int
+    rate: int
+    """Maximum number of bytes per second, or 0 for no limit."""
+
+
+Connect = Callable[[Contributor], Awaitable[Channel]]
+"""Function that opens a channel to the daemon of a contributor. Raises `ChannelError`."""
+
+
+class Pull:
+    """One copy. `run` returns once it is complete and durable."""
+
+    def __init__(self, job: Job, own: Source, connect: Connect, threads: Executor) -> None:
+        """Initialize without a connection. `own` is the same checkpoint of the rank that stores the copy."""
+        self.received = 0
+        """Bytes of pages that have arrived."""
+        self._job, self._own, self._connect, self._threads = job, own.manifest, connect, threads
+        self._folder = folder_of(job.target)
+        self._position = 0  # length of the parity that has been written
+        self._synced = 0  # length of the parity that survives a power loss
+        self._pace = Pace(job.rate)
+        self._moved = time.monotonic()  # time of the last progress
+        self._manifests: dict[int, Manifest] = {}  # manifests whose files are complete, by rank
+
+    async def run(self) -> None:
+        """Copy all parts.
+
+        Raises:
+            InfinityError: if a peer does not serve the checkpoint in time, or has corrupt data.
+            OSError: if a local file cannot be written.
+        """
+        opened = aiofiles.open(self._job.target, "r+b", buffering=0, opener=open_own, executor=self._threads)
+        async with opened as file:
+            if await self._in_thread(self._is_complete):
+                return
+            self._position = self._synced = await self._in_thread(self._prepare)
+            while not await self._try(file):
+                await asyncio.sleep(_PAUSE_SECONDS)
+            await self._in_thread(self._sync, file.fileno())
+        await self._in_thread(self._publish)
+
+    async def _try(self, file: Any) -> bool:
+        """Return whether the copy could be completed. Raises an error if there has been no progress for too long."""
+        try:
+            async with AsyncExitStack() as stack:
+                channels = []
+                for peer in self._job.contributors:
+                    channels.append(await self._connect(peer))
+                    stack.callback(channels[-1].close)
+                for peer, channel in zip(self._job.contributors, channels, strict=True):
+                    if peer.rank not in self._manifests:
+                        self._manifests[peer.rank] = await self._files_of(peer, channel)
+                await self._pages(file, channels)
+            return True
+        except ChannelError as error:
+            if (waited := time.monotonic() - self._moved) > _PATIENCE_SECONDS:
+                raise InfinityError(f"no progress for {waited:.0f} s: {error}") from error
+            return False
+
+    async def _in_thread(self, act: Callable[..., _T], *arguments: Any) -> _T:
+        return await in_thread(self._threads, act, *arguments)
+
+    async def _ask(self, channel: Channel, **request: object) -> None:
+        await channel.send(OK, json.dumps({"identity": self._job.identity, **request}).encode())
+
+    async def _answer(self, peer: Contributor, channel: Channel, length: int | None = None) -> bytes:
+        kind, content = await channel.receive(MAX_DATA_BYTES)
+        if kind != OK:
+            why = content.decode(errors="replace")
+            raise (ChannelError if kind == LATER else InfinityError)(f"rank {peer.rank} at {peer.address}: {why}")
+        if length not in (None, len(content)):
+            raise ChannelError(f"rank {peer.rank} sent {len(content)} bytes instead of {length}")
+        return content
+
+    # State of the local files; these methods run in threads #
+
+    def _key(self) -> tuple[str, int, list[int]]:
+        return self._job.identity, self._job.nodes, [peer.rank for peer in self._job.contributors]
+
+    def _is_complete(self) -> bool:
+        with suppress(CheckpointError):
+            index = read_index(self._job.target)
+            return (index.identity, index.nodes, [peer.rank for peer in index.peers]) == self._key()
+        return False
+
+    def _prepare(self) -> int:
+        """Return the length that an interrupted copy of the same checkpoint has written, or remove its files."""
+        remove_index(self._job.target)
+        own_folder(self._folder, parents=False)
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads(read_own(self._folder / _PROGRESS_NAME, _MOST_PROGRESS))
+            if (found["identity"], found["nodes"], found["peers"]) == self._key():
+                return int(found["written"])
+        for name in os.listdir(self._folder):
+            (self._folder / name).unlink()
+        return 0
+
+    def _sync(self, descriptor: int) -> None:
+        """Flush what has been written, drop it from the page cache, and record the progress."""
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        progress = dict(zip(("identity", "nodes", "peers"), self._key(), strict=True)) | {"written": self._position}
+        write_own(self._folder / _PROGRESS_NAME, json.dumps(progress).encode(), durable=True)
+        self._synced = self._position
+
+    def _publish(self) -> None:
+        job = self._job
+        peers = tuple(
+            Peer(rank=peer.rank, part=part, length=self._stream(peer).length, manifest=self._name(peer).file_name)
+            for part, peer in enumerate(job.contributors)
+        )
+        length = parity_length([peer.length for peer in peers], job.nodes)
+        sync_folder(self._folder)
+        write_index(job.target, ParityIndex(identity=job.identity, nodes=job.nodes, peers=peers, length=length))
+        (self._folder / _PROGRESS_NAME).unlink()
+
+    def _name(self, peer: Contributor) -> Published:
+        return self._own.name.checkpoint.of(peer.rank)
+
+    def _stream(self, peer: Contributor) -> Stream:
+        return Stream(self._manifests[peer.rank].pages)
+
+    # Copying #
+
+    async def _files_of(self, peer: Contributor, channel: Channel) -> Manifest:
+        """Copy the manifest and the state file of a peer, and return the manifest."""
+        name = self._name(peer)
+        await self._ask(channel, op="sizes")
+        sizes = parsed(await self._answer(peer, channel), _SIZES)
+        content = bytearray()
+        await self._file(peer, channel, "manifest", sizes["manifest"], name.file_name, content.extend)
+        place = Path(self._own.run_id, "checkpoints", name.file_name)  # for the check of the run id
+        manifest = await self._in_thread(partial(decode_manifest, decode=False), place, content)
+        digest = xxhash.xxh3_64()
+        await self._file(peer, channel, "state", sizes["state"], name.state_file, digest.update)
+        if digest.hexdigest() != manifest.state_checksum:
+            raise CheckpointError(f"the state file of rank {peer.rank} does not match its checksum")
+        return manifest
+
+    async def _file(
+        self, peer: Contributor, channel: Channel, kind: str, size: int, name: str, use: Callable[[bytes], object]
+    ) -> None:
+        """Copy a file to the folder of the parity file, and call `use` with its contents."""
+        async with aiofiles.open(self._folder / name, "wb", opener=open_own, executor=self._threads) as file:
+            for offset in range(0, size, MAX_DATA_BYTES):
+                length = min(MAX_DATA_BYTES, size - offset)
+                await self._ask(channel, op="read", file=kind, offset=offset, length=length)
+                data = await self._answer(peer, channel, length)
+                await file.write(data)
+                use(data)
+                self._moved = time.monotonic()
+            await file.flush()
+            await self._in_thread(os.fsync, file.fileno())
+
+    async def _pages(self, file: Any, channels: Sequence[Channel]) -> None:
+        """Copy pages from the current position on."""
+        job, streams = self._job, [self._stream(peer) for peer in self._job.contributors]
+        length = parity_length([stream.length for stream in streams], job.nodes)
+        if (size := os.fstat(file.fileno()).st_size) < length:
+            raise InfinityError(f"{job.target} has {size} bytes, but the copy needs {length}")
+        links = []
+        for part, (peer, channel, stream) in enumerate(zip(job.contributors, channels, streams, strict=True)):
+            start, stop = part_range(stream.length, job.nodes, part)
+            check = PageCheck(self._manifests[peer.rank], stream, start + self._position)
+            links.append(_Link(peer, channel, start, stop, check))
+        # With a limit, there is one request at a time, of at most a second, so that no message times out.
+        step = job.rate // len(links) // 4096 * 4096 if job.rate else MAX_DATA_BYTES
+        step, ahead = min(max(step, 4096), MAX_DATA_BYTES), 1 if job.rate else _AHEAD
+        rounds, asked = range(self._position, length, step), 0
+        writing: asyncio.Task[None] | None = None
+        try:
+            for number, at in enumerate(rounds):
+                for further in rounds[asked : number + ahead]:
+                    await self._request(links, further, step)
+                    asked += 1
+                contents = await asyncio.gather(*(self._content(link, at, step) for link in links))
+                data = await self._in_thread(_combined, links, contents)
+                if writing is not None:
+                    await writing
+                writing = asyncio.create_task(self._write(file, at, data))
+            if writing is not None:
+                await writing
+        finally:
+            if writing is not None:  # after an error, the position must be final, and no write may be left over
+                await asyncio.wait([writing])
+                writing.exception()
+
+    async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
+        await asyncio.sleep(self._pace.delay(sum(link.length(at, step) for link in links)))
+        for link in links:
+            if count := link.length(at, step):
+                await self._ask(link.channel, op="read", file="pages", offset=link.start + at, length=count)
+
+    async def _content(self, link: _Link, at: int, step: int) -> bytes:
+        if not (count := link.length(at, step)):
+            return b""
+        content = await self._answer(link.peer, link.channel, count)
+        self.received += count
+        return content
+
+    async def _write(self, file: Any, at: int, data: memoryview) -> None:
+        done = 0
+        await file.seek(at)
+        while done < len(data):
+            done += await file.write(data[done:])
+        self._position, self._moved = at + len(data), time.monotonic()
+        if self._position - self._synced >= _SYNC_BYTES:
+            await self._in_thread(self._sync, file.fileno())
+
+
+class PageCheck:
+    """Verification of the complete pages in consecutive bytes of a stream."""
+
+    def __init__(self, manifest: Manifest, stream: Stream, start: int) -> None:
+        """Initialize. `start` is the position of the first byte in the stream."""
+        self._manifest, self._stream, self._at = manifest, stream, start
+        self._digest: xxhash.xxh3_64 | None = None  # of the page at the current position, if it began after `start`
+
+    def feed(self, content: bytes) -> None:
+        """Continue with the next bytes. Raises `CheckpointError` if a page does not match its checksum."""
+        view, done = memoryview(content), 0
+        for page, version, start, stop in self._stream.pieces(self._at, self._at + len(content)):
+            if start == 0:
+                self._digest = xxhash.xxh3_64(seed=page)
+            if self._digest is not None:
+                self._digest.update(view[done : done + stop - start])
+                if stop == version.extent.length and self._digest.intdigest() != version.checksum:
+                    name, rank = self._manifest.layout.page_name(page), self._manifest.rank
+                    raise CheckpointError(f"{name} of rank {rank} does not match its checksum on its node")
+            done += stop - start
+        self._at += len(content)
+
+
+class _Link(NamedTuple):
+    """Connection to a peer, and the range of its part in its stream."""
+
+    peer: Contributor
+    channel: Channel
+    start: int
+    stop: int
+    check: PageCheck
+
+    def length(self, at: int, step: int) -> int:
+        """Return how many bytes the part has at position `at` of the parity, up to `step`."""
+        return max(0, min(step, self.stop - self.start - at))
+
+
+def _combined(links: Sequence[_Link], contents: Sequence[bytes]) -> memoryview:
+    """Return the XOR of verified contents, padded with zeros to the longest one."""
+    for link, content in zip(links, contents, strict=True):
+        link.check.feed(content)
+    longest, *others = sorted(contents, key=len, reverse=True)
+    if not others:
+        return memoryview(longest)
+    total = np.frombuffer(bytearray(longest), np.uint8)
+    for content in others:
+        total[: len(content)] ^= np.frombuffer(content, np.uint8)
+    return total.data

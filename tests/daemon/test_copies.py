@@ -1,0 +1,508 @@
+"""Tests of copies of checkpoints between daemons, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import tempfile
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.checkpoint.parity import INDEX_NAME, folder_of
+from infinity.errors import ConfigError
+from infinity_daemon import copy_pull, copy_source
+from infinity_daemon.copy_server import address_of
+from support.copies import IDENTITY, LATER, OWNER, PAGE_BYTES, Node, Rank, check_copy, copied
+
+STEP = 2 * 4096
+"""Bytes of a request in these tests, so that a copy has many."""
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """Request few bytes at a time, record the progress often, and retry at once."""
+    monkeypatch.setattr(copy_pull, "MAX_DATA_BYTES", STEP)
+    monkeypatch.setattr(copy_pull, "_SYNC_BYTES", 4 * STEP)
+    monkeypatch.setattr(copy_pull, "_PAUSE_SECONDS", 0.01)
+
+
+def run(work):
+    """Run a coroutine, which must end within minutes."""
+    return asyncio.run(asyncio.wait_for(work, 300))
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_every_rank_stores_the_parity_of_its_peers(tmp_path, nodes):
+    """The streams have different lengths, and one of them is empty."""
+    ranks = [
+        Rank(tmp_path / str(number), rank, pages, world=7)
+        for number, (rank, pages) in enumerate([(0, 5), (3, 9), (6, 0)])
+    ]
+    for rank, progress in zip(ranks, run(copied(ranks, nodes)), strict=True):
+        check_copy(ranks, rank, nodes)
+        assert progress["copied"] == IDENTITY
+        assert (progress["busy"], progress["error"]) == (False, "")
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=5), st.data())
+def test_parity_of_any_lengths(pages, data):
+    nodes = data.draw(st.integers(2, len(pages)))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            Rank(Path(folder, str(rank)), rank, number, world=len(pages), page_bytes=8192)
+            for rank, number in enumerate(pages)
+        ]
+        run(copied(ranks, nodes))
+        for rank in ranks:
+            check_copy(ranks, rank, nodes)
+
+
+class Pair:
+    """Rank 0, which copies the checkpoint of rank 1. Use as an async context manager."""
+
+    def __init__(self, place, pages=20):
+        self.ranks = [Rank(place / str(number), number, pages) for number in range(2)]
+        self.own, self.peer = self.ranks
+        self.holder, self.server = Node(0), Node(1)
+        self.address = ""
+
+    async def __aenter__(self):
+        self.stack = AsyncExitStack()
+        await self.stack.enter_async_context(self.holder)
+        await self.stack.enter_async_context(self.server)
+        await self.holder.join()
+        self.address = await self.server.join()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.stack.aclose()
+
+    async def serve(self):
+        """Serve the checkpoint of rank 1. Its copy of rank 0 waits for an address without a daemon."""
+        await self.server.ask("start", **self.peer.job([(0, "127.0.0.1:1")]))
+        await served(self.server)
+
+    async def copy(self, **more):
+        """Start the copy of rank 1."""
+        await self.holder.ask("start", **{**self.own.job([(1, self.address)]), **more})
+
+
+async def served(node):
+    """Wait until a node serves its checkpoint."""
+    while node.copies._ranks[(copy_run, node.rank)].source is None:
+        await asyncio.sleep(0.005)
+
+
+copy_run = "20260101-000000-abcdef"
+
+
+class Gate:
+    """Reading of pages that blocks after some requests, until it is opened."""
+
+    def __init__(self, monkeypatch, allowed):
+        self.offsets, self.reached, self._open = [], asyncio.Event(), asyncio.Event()
+        read = copy_source.SourceReader.read
+
+        async def gated(reader, name, offset, length):
+            if name == "pages":
+                if len(self.offsets) >= allowed and not self._open.is_set():
+                    self.reached.set()
+                    await self._open.wait()
+                self.offsets.append(offset)
+            return await read(reader, name, offset, length)
+
+        monkeypatch.setattr(copy_source.SourceReader, "read", gated)
+
+    def open(self):
+        self._open.set()
+
+
+def test_a_restarted_daemon_continues_an_interrupted_copy(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 13)
+            await pair.copy()
+            await gate.reached.wait()
+            await pair.holder.until(lambda progress: progress["bytes"] == 13 * STEP)
+            await pair.holder.copies.stop()
+            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+            gate.open()
+            pair.holder.copies = Node(0).copies
+            await pair.holder.copies.start()
+            await pair.holder.join()
+            del gate.offsets[:]
+            await pair.copy()
+            progress = await pair.holder.ended()
+            assert progress["copied"] == IDENTITY, progress
+            done = 12 * STEP  # the progress is recorded every four requests
+            assert min(gate.offsets) == done
+            assert progress["bytes"] == len(pair.peer.stream) - done
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_copy_of_a_complete_checkpoint_needs_no_peer(tmp_path):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.copy()
+            assert (await pair.holder.ended())["copied"] == IDENTITY
+            await pair.server.copies.stop()
+            await pair.copy()
+            progress = await pair.holder.ended()
+            assert (progress["copied"], progress["bytes"], progress["error"]) == (IDENTITY, 0, "")
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_peer_that_returns_is_copied_from_where_it_ended(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 6)
+            await pair.copy()
+            await gate.reached.wait()
+            await pair.holder.until(lambda progress: progress["bytes"] == 6 * STEP)
+            await pair.server.copies.stop()
+            gate.open()
+            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+            await pair.server.copies.start()
+            assert await pair.server.join() == pair.address
+            await pair.serve()
+            progress = await pair.holder.ended()
+            assert progress == {"busy": False, "copied": IDENTITY, "bytes": len(pair.peer.stream), "error": ""}
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_copy_waits_for_a_peer_that_starts_later(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            connect, attempts = pair.holder.copies._server.connect, []
+
+            async def counted(*arguments):
+                attempts.append(arguments)
+                return await connect(*arguments)
+
+            monkeypatch.setattr(pair.holder.copies._server, "connect", counted)
+            await pair.copy()
+            await pair.holder.until(lambda _: len(attempts) >= 3)
+            assert (await pair.holder.ask("progress"))["busy"]
+            await pair.serve()
+            assert (await pair.holder.ended())["copied"] == IDENTITY
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_copy_fails_if_a_peer_does_not_return(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.server.copies.stop()
+            await pair.copy()
+            error = (await pair.holder.ended())["error"]
+            assert error.startswith("no progress for ")
+            assert f"rank 1 at {pair.address}" in error
+
+    run(main())
+
+
+def test_a_copy_fails_with_another_token_or_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.holder.join(token="cd" * 32)
+            await pair.copy()
+            wrong_token = (await pair.holder.ended())["error"]
+            await pair.holder.join()
+            await pair.copy(peers=[{"rank": 5, "address": pair.address}])
+            wrong_rank = (await pair.holder.ended())["error"]
+            assert "does not serve rank 1" in wrong_token
+            assert "does not serve rank 5" in wrong_rank
+            assert pair.own.target.read_bytes()[:4096] == b"\xff" * 4096
+
+    run(main())
+
+
+def test_a_peer_with_a_later_checkpoint_ends_the_copy(tmp_path, monkeypatch):
+    """The index of the earlier copy is removed before the first byte changes, and the incomplete copy has none."""
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 5)
+            await pair.copy()
+            await gate.reached.wait()
+            later = Rank(tmp_path / "1", 1, 20, identity=LATER)
+            await pair.server.ask("start", **later.job([(0, "127.0.0.1:1")]))
+            await served(pair.server)
+            gate.open()
+            assert f"later checkpoint {LATER}" in (await pair.holder.ended())["error"]
+            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+
+    run(main())
+
+
+def test_the_index_of_an_earlier_copy_is_removed_first(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.copy()
+            await pair.holder.ended()
+            pair.ranks = pair.own, pair.peer = [
+                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
+            ]
+            index, write, found = folder_of(pair.own.target) / INDEX_NAME, copy_pull.Pull._write, []
+            assert index.exists()
+
+            async def checked(*arguments):
+                found.append(index.exists())
+                await write(*arguments)
+
+            monkeypatch.setattr(copy_pull.Pull, "_write", checked)
+            await pair.serve()
+            await pair.copy()
+            assert (await pair.holder.ended())["copied"] == LATER
+            assert found
+            assert not any(found)
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_new_checkpoint_ends_the_copy_of_the_earlier_one(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 5)
+            await pair.copy()
+            await gate.reached.wait()
+            pair.ranks = pair.own, pair.peer = [
+                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
+            ]
+            await pair.copy()
+            await pair.copy()  # a repeated request does not start again
+            gate.open()
+            await pair.serve()
+            assert (await pair.holder.ended())["copied"] == LATER
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_copy_ends_with_the_process_of_the_rank(tmp_path, monkeypatch, caplog):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 5)
+            await pair.copy()
+            await gate.reached.wait()
+            tasks = [node.copies._ranks[(copy_run, node.rank)].task for node in (pair.holder, pair.server)]
+            pair.server.alive = False
+            pair.server.copies.expire()
+            gate.open()
+            pair.holder.alive = False
+            pair.holder.copies.expire()
+            await asyncio.wait(tasks)
+            assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
+            for node in (pair.holder, pair.server):
+                with pytest.raises(ConfigError, match="has not joined"):
+                    await node.ask("progress")
+            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+
+    run(main())
+
+
+def test_a_stopped_copy_is_not_served(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 5)
+            await pair.copy()
+            await gate.reached.wait()
+            await pair.server.ask("stop")
+            gate.open()
+            assert "does not serve checkpoint" in (await pair.holder.ended())["error"]
+            assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
+
+    run(main())
+
+
+def test_damaged_files_end_the_copy(tmp_path):
+    async def copy(name, damage):
+        async with Pair(tmp_path / name) as pair:
+            damage(pair)
+            await pair.serve()
+            await pair.copy()
+            return (await pair.holder.ended())["error"]
+
+    def flip(file, at):
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+
+    def state(pair):
+        return pair.peer.file.with_name(pair.peer.manifest.state_file)
+
+    for name, damage, expected in [
+        ("page", lambda pair: flip(pair.peer.files[0], 100), "of rank 1 does not match its checksum"),
+        ("state", lambda pair: flip(state(pair), 100), "state file of rank 1 does not match its checksum"),
+        ("short", lambda pair: os.truncate(pair.peer.files[0], PAGE_BYTES), "unexpected end of file"),
+    ]:
+        assert expected in run(copy(name, damage)), name
+
+
+def test_targets_that_cannot_be_written_end_the_copy(tmp_path):
+    async def copy(name, damage):
+        async with Pair(tmp_path / name) as pair:
+            damage(pair.own.target)
+            await pair.serve()
+            await pair.copy()
+            return (await pair.holder.ended())["error"]
+
+    def linked(target):
+        target.rename(target.with_name("other"))
+        target.symlink_to("other")
+
+    def shared(target):
+        folder_of(target).mkdir()
+        folder_of(target).chmod(0o777)
+
+    for name, damage, expected in [
+        ("missing", Path.unlink, "No such file"),
+        ("short", lambda target: os.truncate(target, 9000), "has 9000 bytes, but the copy needs 327680"),
+        ("link", linked, "it is a link"),
+        ("shared", shared, "other users can write to it"),
+    ]:
+        assert expected in run(copy(name, damage)), name
+
+
+def test_a_full_drive_ends_the_copy(tmp_path):
+    """A limit of the file size has the same effect as a full drive: a write fails."""
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+            try:
+                await pair.copy()
+                progress = await pair.holder.ended()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert "File too large" in progress["error"]
+            await pair.copy()
+            assert (await pair.holder.ended())["copied"] == IDENTITY
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_wrong_manifests_end_the_copy(tmp_path):
+    async def copy(**values):
+        async with Pair(tmp_path) as pair:
+            await pair.copy(**values)
+            return (await pair.holder.ended())["error"]
+
+    other = Rank(tmp_path / "other", 1, 3)
+    link = tmp_path / "link.json"
+    link.symlink_to(other.file)
+    for values, expected in [
+        ({"manifest": "/no/such/file"}, "No such file"),
+        ({"manifest": str(other.file)}, "is not the manifest of rank 0"),
+        ({"manifest": str(link)}, "it is a link"),
+        ({"identity": LATER}, f"is not the manifest of rank 0 of checkpoint {LATER}"),
+        ({"roots": ["/nvme"]}, "1 data files were given"),
+    ]:
+        assert expected in run(copy(**values)), values
+
+
+def test_a_limited_copy_requests_at_most_a_second_at_a_time(tmp_path, monkeypatch):
+    asked = []
+
+    class Recorded(copy_pull.Pace):
+        def delay(self, nbytes):
+            assert self._rate == 5000
+            asked.append(nbytes)
+            return 0.0
+
+    monkeypatch.setattr(copy_pull, "Pace", Recorded)
+
+    async def main():
+        async with Pair(tmp_path, pages=2) as pair:
+            await pair.serve()
+            await pair.copy(rate=5000)
+            assert (await pair.holder.ended())["copied"] == IDENTITY
+            assert asked == [4096] * (len(pair.peer.stream) // 4096)
+
+    run(main())
+
+
+def test_requests_are_validated(tmp_path):
+    async def rejected(node, op, **values):
+        with pytest.raises(ConfigError) as caught:
+            await node.ask(op, **values)
+        return str(caught.value)
+
+    async def main():
+        async with Pair(tmp_path) as pair, Node(0, host="") as off:
+            holder, job = pair.holder, pair.own.job([(1, pair.address)])
+            assert "copies.host of infinityd is not set" in await rejected(off, "join", token="ab" * 32)
+            holder.copies._several = True
+            assert "server.group" in await rejected(holder, "join", token="ab" * 32)
+            holder.copies._several = False
+            other = replace(OWNER, pid=1)
+            assert f"already joined (pid {OWNER.pid})" in await rejected(holder, "join", owner=other, token="cd" * 32)
+            hidden = replace(OWNER, pid=0, connection=1)
+            assert "--pid=host" in await rejected(holder, "join", owner=hidden, rank=9, token="ab" * 32)
+            for op, values in (("start", job), ("progress", {}), ("stop", {})):
+                assert "has not joined" in await rejected(holder, op, owner=other, **values)
+                assert "has not joined" in await rejected(holder, op, rank=9, **values)
+            for changed, message in [
+                ({"nodes": 3}, "needs 2 different peers"),
+                ({"peers": [{"rank": 0, "address": pair.address}]}, "needs 1 different peers"),
+                ({"peers": [{"rank": 1, "address": "10.0.0.1"}]}, "not an address with a port"),
+                ({"peers": [{"rank": 1, "address": "10.0.0.1:99999"}]}, "not an address with a port"),
+            ]:
+                assert message in await rejected(holder, "start", **{**job, **changed})
+            holder.alive = False  # the process of another rank may have ended a moment ago
+            await holder.ask("join", owner=other, token="cd" * 32)
+
+    run(main())
+
+
+def test_the_host_is_one_interface():
+    assert address_of("lo") == address_of("127.0.0.1") == "127.0.0.1"
+    assert address_of("::1") == "::1"
+    for host in ("0.0.0.0", "::", "::0"):
+        with pytest.raises(ConfigError, match="all interfaces"):
+            address_of(host)
+    for host in ("no-such-interface", "example.org", "localhost"):
+        with pytest.raises(ConfigError, match=r"neither an address nor an interface .* interfaces: .*lo"):
+            address_of(host)
+
+
+def test_an_ipv6_address_is_given_in_brackets(tmp_path):
+    async def main():
+        with suppress(ConfigError):  # a machine may have no IPv6
+            async with Node(0, host="::1") as node:
+                assert (await node.join()).startswith("[::1]:")
+
+    run(main())
