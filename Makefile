@@ -24,7 +24,7 @@ QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py 
   tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test fault-matrix bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test fault-matrix bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-network bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
@@ -123,6 +123,10 @@ bench-first-step: install
 
 bench-activations: install
 	$(BIN)/python -W ignore benchmarks/bench_activations.py $(ARGS)
+
+# Step times on two nodes, which are network namespaces with a limited link. Requires root, ip and tc.
+bench-network: install
+	PYTHONPATH=$(SOURCES) $(BIN)/python -W ignore benchmarks/bench_network.py $(ARGS)
 
 bench-commands: install
 	$(BIN)/python benchmarks/bench_commands.py $(ARGS)

@@ -84,6 +84,7 @@ def plan(setup: Published) -> dict[str, Any]:
     from infinity.estimate.estimate import STORAGE, Workload, estimate
     from infinity.estimate.machine import ACCELERATORS, CALL_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
     from infinity.estimate.model import decoder
+    from infinity.estimate.network import network_of_rates
 
     count, read, write, space = setup.node["drives"]
     ranks = setup.node["ranks"] * setup.nodes
@@ -99,7 +100,9 @@ def plan(setup: Published) -> dict[str, Any]:
         update_cores=setup.node["cores"],
         hash_rate=HASH_RATE,
         call_seconds=CALL_SECONDS,
-        interconnect=setup.node["exchange"],
+        network=network_of_rates(
+            setup.nodes, setup.node["ranks"], network=setup.node["exchange"], within=device.interconnect, gloo=False
+        ),
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks
     work = Workload(batch_tokens=tokens, sequence=_SEQUENCE, world_size=ranks, checkpointing=True)

@@ -1,4 +1,4 @@
-"""Conversion of sizes: integers in bytes in the code, text such as ``"64MiB"`` in settings and messages."""
+"""Conversion of sizes and bandwidths: numbers in bytes in the code, text such as ``"64MiB"`` for people."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _SUFFIX = {
     "g": 10**9, "gb": 10**9, "gib": GIB,
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
+_BITS = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(?:be|bps|bit/s|bits/s)\s*", re.ASCII | re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]{0,3})\s*", re.ASCII)
 
 
@@ -55,6 +56,24 @@ def size_of(value: object) -> int:
     if size > LARGEST:
         raise ValueError("exceeds the maximum of 2^63 - 1 bytes; use a size such as '64MiB' or '2GiB'")
     return size
+
+
+def rate_of(text: str) -> float:
+    """Return a bandwidth in bytes per second.
+
+    Args:
+        text: A number of bytes per second such as ``"25e9"``, a size with or without ``"/s"`` such as ``"1GiB/s"``, or
+            a number of bits per second such as ``"100Gbit/s"`` or ``"10GbE"``.
+
+    Raises:
+        ValueError: if the text is not a bandwidth.
+    """
+    if bits := _BITS.fullmatch(text):
+        return float(bits[1]) * _SUFFIX[bits[2].lower()] / 8
+    try:
+        return float(text)
+    except ValueError:
+        return float(size_of(text.strip().removesuffix("/s")))
 
 
 def format_size(size: float) -> str:

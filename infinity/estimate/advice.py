@@ -88,7 +88,7 @@ def _least_seconds(before: Estimate, one: _Inputs) -> float:
     computation = work.flops(before.model) / machine.device.flops
     if form == "fp32":  # updates may run on the device
         return computation
-    return max(computation, before.model.trainable_parameters / work.world_size * machine.update(form))
+    return max(computation, before.model.trainable_parameters / work.shards * machine.update(form))
 
 
 def _after(before: Estimate, one: _Inputs) -> Estimate | None:

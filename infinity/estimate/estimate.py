@@ -22,6 +22,7 @@ from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError, InfinityError
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, FSDPModuleShape, ModelShape
+from infinity.estimate.network import Network, seconds_of
 from infinity.memory.limits import device_margin
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
 from infinity.schedule.planner import Plan, Simulation, Traffic
@@ -88,7 +89,11 @@ class Workload:
     sequence: int
     """Tokens per sequence."""
     world_size: int = 1
-    """Number of ranks across which the model is sharded."""
+    """Number of ranks."""
+    replicas: int = 1
+    """Number of replicas of the model. 1: full shard across all ranks. Otherwise HSDP: one replica per node, which is
+    sharded across the ranks of the node.
+    """
     micro_batches: int = 1
     """Number of micro-batches per rank per step."""
     layer_major: bool = True
@@ -112,6 +117,11 @@ class Workload:
     def tokens(self) -> float:
         """Tokens per step per rank."""
         return self.batch_tokens / self.world_size
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks across which the model is sharded."""
+        return self.world_size // self.replicas
 
     @property
     def passes(self) -> int:
@@ -293,7 +303,7 @@ class Estimate:
             "computation": work.flops(self.model) / machine.device.flops,
             "weights": (self.link_traffic.weights + activations.kept) / link if link else 0.0,
             "gradients": (self.link_traffic.gradients + activations.kept) / link if link else 0.0,
-            "collectives": self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0,
+            "collectives": self.exchange.seconds,
             "updates": max(self._update_copies)
             if self.updates_on_device
             else self._trained * machine.update(self.settings.state.format),
@@ -336,12 +346,15 @@ class Estimate:
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
         launching, per_access, per_page = self._python(work) if busy["interpreter"] else (0.0, 0.0, 0.0)
+        overlapped = self.machine.network.overlapped and busy["collectives"] > 0
         resources = OtherResources(
             updates=0.0 if self.updates_on_device else busy["updates"],
             weights=busy["weights"],
             gradients=busy["gradients"],
             read=read,
             changed=changed,
+            gathering=self.exchange.gathering if overlapped else 0.0,
+            reducing=self.exchange.reducing if overlapped else 0.0,
             verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
             hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
             launching=launching,
@@ -350,7 +363,8 @@ class Estimate:
             update_limit=BEHIND,
         )
         bandwidth = _UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic)
-        return bandwidth, resources, 2 * activations.moved, busy["computation"] + busy["collectives"] + busy["fixed"]
+        computation = busy["computation"] + busy["fixed"] + (0.0 if overlapped else busy["collectives"])
+        return bandwidth, resources, 2 * activations.moved, computation
 
     def _python(self, work: Workload) -> tuple[float, float, float]:
         """Return the Python time to launch a step, per access and per page, in seconds. See [Note: Python calls]."""
@@ -373,13 +387,12 @@ class Estimate:
 
     @property
     def _trained(self) -> float:
-        return self.model.trainable_parameters / self.workload.world_size
+        return self.model.trainable_parameters / self.workload.shards
 
-    @property
-    def _exchanged_bytes(self) -> float:
-        """Bytes per step that a rank receives from other ranks: their shards in all-gathers, and gradients in fp32."""
-        ranks = self.workload.world_size
-        return (ranks - 1) * (self.gathered_bytes + self._trained * ITEMSIZE["float32"] * self.passes)
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Collectives of a step."""
+        return _exchange(self.model, self.workload, self.machine.network, self.layout, self.events)
 
     @cached_property
     def hidden_from_tokens(self) -> int | None:
@@ -653,6 +666,51 @@ class Activations:
     """Number of inputs that are stored at the same time, which is the number that one forward saves."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Collectives of one step."""
+
+    gathering: float
+    """Time of all all-gathers, in seconds."""
+    reducing: float
+    """Time to reduce all gradients, in seconds."""
+    sent: float
+    """Bytes that each node sends to other nodes, without the headers of packets."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of all collectives, in seconds."""
+        return self.gathering + self.reducing
+
+
+def _exchange(model: ModelShape, work: Workload, network: Network, layout: Layout, events: Sequence[Event]) -> Exchange:
+    """Return the collectives of a step: all-gathers of weights, and reductions of gradients in fp32.
+
+    Full shard gathers and reduces across all ranks. HSDP gathers and reduces within each node, and then all-reduces the
+    shards of the gradients between nodes.
+    """
+    if work.world_size == 1:
+        return Exchange(gathering=0.0, reducing=0.0, sent=0.0)
+    weights = Counter[int]()
+    for page in layout.pages:
+        weights[page.fsdp_module] += page.nbytes * work.shards if page.role is Role.PARAM else 0
+    gradients = {number: ITEMSIZE["float32"] * one.trained for number, one in enumerate(model.fsdp_modules)}
+    if work.replicas == 1:
+        gathering, reducing = ["all_gather"], ["reduce_scatter"]
+    else:
+        gathering, reducing = ["node_all_gather"] * (work.shards > 1), ["node_reduce_scatter"] * (work.shards > 1)
+        reducing += ["all_reduce"]
+    of = {EventKind.GATHER: (gathering, weights), EventKind.GRADIENTS: (reducing, gradients)}
+    seconds: dict[EventKind, float] = dict.fromkeys(of, 0.0)
+    sent = 0.0
+    for event in events:
+        names, sizes = of.get(event.kind, ([], gradients))
+        for name in names:
+            seconds[event.kind] += seconds_of(getattr(network, name), sizes[event.fsdp_module])
+            sent += network.sent[name] * sizes[event.fsdp_module]
+    return Exchange(gathering=seconds[EventKind.GATHER], reducing=seconds[EventKind.GRADIENTS], sent=sent)
+
+
 def _activations(model: ModelShape, work: Workload, settings: Config, budget: Budget) -> Activations:
     """Predict how `ActivationPages` stores the inputs of layers."""
     tier, page_bytes = settings.activations.tier, budget.layout.page_bytes
@@ -718,7 +776,7 @@ def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> f
         left: Bytes per element of the gradients that backward produces.
     """
     copied = ITEMSIZE["float32"]
-    return fsdp_module.trained * (copied + max(left, copied / work.world_size))
+    return fsdp_module.trained * (copied + max(left, copied / work.shards))
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
@@ -743,7 +801,7 @@ def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
         embeds=any(parameter.looked_up and parameter.trainable for parameter in model.root.parameters),
         passes=workload.passes,
         components=2 if alone and workload.passes > 1 else 1,  # a single rank accumulates gradients in pages itself
-        alone=alone,
+        alone=workload.shards == 1,
     )
 
 
@@ -774,6 +832,7 @@ def budget_of(
     fsdp_modules, formats = model.specs(
         workload.optimizer,
         world_size=workload.world_size,
+        replicas=workload.replicas,
         computed=workload.computed,
         state_format=settings.state.format,
     )

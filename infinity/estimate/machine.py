@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from infinity.estimate.network import ALONE, Network
 from infinity.units import GIB
 
 
@@ -166,9 +167,8 @@ class Machine:
     """
     call_seconds: float = 0.0
     """Time per call of a Python function, in seconds. 0: Python takes no time, or is part of `fixed_seconds`."""
-    interconnect: float = 0.0
-    """Bytes per second at which a rank exchanges weights and gradients with other ranks. 0: the exchange takes no time.
-    """
+    network: Network = ALONE
+    """Collectives between ranks."""
 
     @property
     def threaded(self) -> bool:

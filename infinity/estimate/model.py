@@ -152,15 +152,16 @@ class ModelShape:
         return self.forward_flops(sequence)[1] - 2.0 * sum(layer.used_last for layer in self.layers)
 
     def specs(
-        self, optimizer: str, *, world_size: int, computed: str, state_format: str
+        self, optimizer: str, *, world_size: int, computed: str, state_format: str, replicas: int = 1
     ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
         """Return the FSDP modules and state formats that rank 0 of an offloaded model would have.
 
         Args:
             optimizer: Name of an optimizer in `OPTIMIZERS`.
-            world_size: Number of ranks across which each parameter is sharded.
+            world_size: Number of ranks.
             computed: Compute dtype, such as ``bfloat16``.
             state_format: Value of the setting `state.format`.
+            replicas: Number of replicas of the model. Each parameter is sharded across the ranks of a replica.
         """
         formats: dict[str, StateFormat] = {}
         fsdp_modules = []
@@ -171,7 +172,7 @@ class ModelShape:
                 fmt = StateFormat.of(own, computed, OPTIMIZERS[optimizer], trainable=trainable, alone=world_size == 1)
                 key = fmt.key(own, trainable=trainable)
                 formats[key] = fmt.stored_as(state_format)
-                numel = math.prod(parameter.shard(world_size))
+                numel = math.prod(parameter.shard(world_size // replicas))
                 shards.append(
                     ShardSpec(name=parameter.name, numel=numel, padded=numel, segment_key=key, trainable=trainable)
                 )

@@ -578,7 +578,7 @@ class Simulation:
             resources: other resources that take time.
         """
         if not self.plan.trace:  # all is GPU-resident
-            return max(work, resources.launching)
+            return max(work, resources.launching, resources.gathering + resources.reducing)
         return self.draft.length(work, resources)
 
     def least_seconds(

@@ -22,6 +22,10 @@ at a time and is represented by the time at which it will have finished all work
   the gradients, waits for the copy. If updates run in backward, only a limited number of FSDP modules may be waiting
   for their update after their gradients have been computed. If updates run on the device, a limited number of batches
   is queued there.
+- The network runs one collective at a time, in parallel with computation, if it is given as a resource. Weights are
+  gathered after they have been copied to the device. Gradients are reduced after the computation of their FSDP module
+  and before they leave the device. Collectives that the training thread waits for, as on the CPU, are not a resource.
+  They are a part of its computation.
 
 The simulation makes two simplifications. Launching the computation of one FSDP module overlaps only the computation of
 this FSDP module. Copies compete neither with copies in the opposite direction for the link, nor with updates for host
@@ -101,6 +105,10 @@ class OtherResources:
     """Time to copy all pages that are updated on the device to the device. 0 if updates run on the CPU."""
     changed: float = 0.0
     """Time to copy the pages that were updated on the device back to the host."""
+    gathering: float = 0.0
+    """Time of all-gathers of weights that run in parallel with computation."""
+    reducing: float = 0.0
+    """Time of reductions of gradients that run in parallel with computation."""
     verifying: float = 0.0
     """Time to verify the checksums of all pages that are read."""
     hashing: float = 0.0
@@ -129,6 +137,8 @@ class OtherResources:
             gradients=factor * self.gradients,
             read=factor * self.read,
             changed=factor * self.changed,
+            gathering=factor * self.gathering,
+            reducing=factor * self.reducing,
             verifying=factor * self.verifying,
             hashing=factor * self.hashing,
             launching=factor * self.launching,
@@ -138,8 +148,8 @@ class OtherResources:
 
     @property
     def linked(self) -> bool:
-        """``True`` if data is copied to or from a device."""
-        return self.weights > 0 or self.gradients > 0 or self.read > 0
+        """``True`` if data is copied to or from a device, or exchanged in parallel with computation."""
+        return self.weights > 0 or self.gradients > 0 or self.read > 0 or self.gathering > 0 or self.reducing > 0
 
     @property
     def longest(self) -> float:
@@ -147,7 +157,8 @@ class OtherResources:
 
         Updates and Python time are not included because they can run on any thread.
         """
-        return max(self.weights + self.read, self.gradients + self.changed, self.verifying, self.hashing)
+        there, back = self.weights + self.read, self.gradients + self.changed
+        return max(there, back, self.gathering + self.reducing, self.verifying, self.hashing)
 
 
 NOTHING = OtherResources()
@@ -303,6 +314,8 @@ class _LinkUse(NamedTuple):
     """Fraction of a step's updates that the access performs."""
     weights: tuple[int, ...] = ()
     """Pages of weights that the access copies or modifies."""
+    reducing: float = 0.0
+    """Fraction of a step's gradients that are reduced before they leave the device for the access."""
 
 
 def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float], *, on_device: bool) -> list[_LinkUse]:
@@ -330,17 +343,22 @@ def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float],
             continue
         changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if pages[first].role is not grad:
-            copying = float(begins and not on_device and gradients[fsdp_module])
-            link_uses.append(_LinkUse(_UPDATES_AT_ONCE, leaves=begins, copying=copying, weights=changed))
+            reduced = float(begins and gradients[fsdp_module])
+            copying = 0.0 if on_device else reduced
+            link_uses.append(
+                _LinkUse(_UPDATES_AT_ONCE, leaves=begins, copying=copying, weights=changed, reducing=reduced)
+            )
         elif mode.modifies:
-            link_uses.append(_LinkUse(_STORES, copying=float(sum(pages[page].nbytes for page, _ in access))))
+            stored = float(sum(pages[page].nbytes for page, _ in access))
+            link_uses.append(_LinkUse(_STORES, copying=stored, reducing=stored))
         else:
             link_uses.append(_LinkUse(_UPDATES_STORED, weights=changed))
     there = sum(link_use.copying for link_use in link_uses if link_use.kind == _GATHERS) or 1.0
     back = sum(link_use.copying for link_use in link_uses if link_use.kind != _GATHERS) or 1.0
+    reduced = sum(link_use.reducing for link_use in link_uses) or 1.0
     return [
-        _LinkUse(kind, leaves, copying / (there if kind == _GATHERS else back), share, changed)
-        for (kind, leaves, copying, _, changed), share in zip(link_uses, shares, strict=True)
+        _LinkUse(kind, leaves, copying / (there if kind == _GATHERS else back), share, changed, reducing / reduced)
+        for (kind, leaves, copying, _, changed, reducing), share in zip(link_uses, shares, strict=True)
     ]
 
 
@@ -518,7 +536,8 @@ def simulate(
             computation time that follows each wait.
         durations: duration of each access, excluding waits and copies.
         link_uses: use of the link to the device by each access, or ``None`` if the simulation includes no link.
-        resources: times of copies over the link, and the maximum number of FSDP modules that may wait for their update.
+        resources: times of copies over the link and of collectives, and the maximum number of FSDP modules that may
+            wait for their update.
         verifying: time to verify the checksum, per byte read.
         hashing: time to compute the checksum, per byte written.
     """
@@ -531,6 +550,7 @@ def simulate(
     written: deque[float] = deque()  # times at which writes free their cache slots, in order
     there: defaultdict[int, float] = defaultdict(float)  # by FSDP module: when its weights have been prefetched
     to_device = to_host = 0.0  # ends of all copies to the device and to the host so far
+    network = 0.0  # end of all collectives so far
     gradients: defaultdict[int, float] = defaultdict(float)  # by FSDP module: arrival of its gradients in host memory
     applied: defaultdict[int, float] = defaultdict(float)  # by FSDP module: end of its last update
     recent: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
@@ -575,14 +595,17 @@ def simulate(
                 for awaited_module, duration in waits:
                     training = max(training, there[awaited_module]) + duration
             if use:
-                kind, leaves, copying, updating, weights = use
+                kind, leaves, copying, updating, weights, reducing = use
+                if reducing and resources.reducing:
+                    network = max(network, training) + reducing * resources.reducing
                 if kind == _STORES:
                     executor = _LINK
                 elif leaves:  # start copying the gradients
                     if len(recent) == resources.update_limit > 0:
                         training = max(training, applied[recent.popleft()])
                     recent.append(fsdp_module)
-                    gradients[fsdp_module] = to_host = max(to_host, training) + copying * resources.gradients
+                    reduced = network if resources.reducing else training
+                    gradients[fsdp_module] = to_host = max(to_host, reduced) + copying * resources.gradients
             if executor == _TRAINING:
                 if first + oldest > finished:
                     training = max(training, *ends[finished : first + oldest])
@@ -613,8 +636,8 @@ def simulate(
                             at = changed[page]
                 elif kind == _UPDATES_AT_ONCE and gradients[fsdp_module] > at:
                     at = gradients[fsdp_module]
-                elif kind == _STORES and to_host > at:
-                    at = to_host
+                elif kind == _STORES:
+                    at = max(at, to_host, network if resources.reducing else 0.0)
                 if resources.read and updating and queued[0] > at:
                     at = queued[0]
             for read in entering:
@@ -634,6 +657,8 @@ def simulate(
             if use:
                 if kind == _GATHERS:
                     end = at = to_device = at + copying * resources.weights
+                    if resources.gathering:
+                        end = at = network = max(network, at) + copying * resources.gathering
                 elif kind == _STORES:
                     end = at = to_host = at + copying * resources.gradients
                 else:

@@ -90,15 +90,16 @@ def measure(
     finally:
         torch.set_num_threads(threads)
     one, more = found
+    sharing = max(1.0, ranks / threads)  # ranks that share one core compute in turn
 
     def of_whole(first: float, second: float) -> float:
         each = max(0.0, (second - first) / (_LAYERS[1] - _LAYERS[0]))
-        return max(0.0, first - each) + layers * each
+        return sharing * (max(0.0, first - each) + layers * each)
 
     return Measured(
         computation=of_whole(one.computation, more.computation),
         fixed=of_whole(one.fixed, more.fixed),
-        update=one.update,
+        update=sharing * one.update,
     )
 
 

@@ -28,12 +28,14 @@ from infinity.estimate.machine import (
     Machine,
 )
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
+from infinity.estimate.network import Network, network_of_rates
 from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.limits import default_host_cache
 from infinity.processor import share_of_cores
 from infinity.store.page_store import hash_threads
 from infinity.units import MIB, align_down, format_number, format_size, parse_size
 from infinity_tools.plan.plan_drives import drives_at, parse_rate, typed_drives
+from infinity_tools.plan.plan_network import is_file, measured_network
 
 if TYPE_CHECKING:
     from infinity_tools.presets import ModelSource
@@ -282,10 +284,6 @@ def _config_of(model: ModelShape) -> ModelSource:
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
     cores, _ = _cores(asked, device)
-    if asked.interconnect is not None:
-        interconnect = parse_rate(asked.interconnect, "--interconnect")
-    else:
-        interconnect = device.interconnect if asked.world_size > 1 else 0.0
     beside = settings.update.thread_cores(kind, cores=cores, computing=cores)
     return Machine(
         drives=drives,
@@ -295,7 +293,24 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
         update_cores=beside,
         hash_rate=HASH_RATE * max(1, hash_threads(cores - beside - 1)) if device.link else 0.0,
         call_seconds=CALL_SECONDS if device.link else 0.0,
-        interconnect=interconnect,
+        network=_network(asked, device),
+    )
+
+
+def _network(asked: Asked, device: Accelerator) -> Network:
+    """Return the collectives between ranks, as measured by `infinity probe --interconnect` or from bandwidths.
+
+    A bandwidth in `--interconnect` applies to the network if there are several nodes, and otherwise to the ranks of the
+    node.
+    """
+    text = asked.interconnect
+    if text is not None and is_file(text):
+        return measured_network(text, asked.nodes, asked.ranks)
+    given = parse_rate(text, "--interconnect") if text is not None else 0.0
+    within = given if given and asked.nodes == 1 else device.interconnect
+    gloo = not (device.memory_bytes or device.link)
+    return network_of_rates(
+        asked.nodes, asked.ranks, network=given if asked.nodes > 1 else 0.0, within=within, gloo=gloo
     )
 
 
@@ -390,23 +405,38 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         lines.append(f"a loop runs the whole model on each of the {work.micro_batches} micro-batches")
     if work.world_size > 1:
         lines.append(_exchange(machine, asked))
+        if machine.network.all_gather or machine.network.all_reduce:
+            lines.append(_overlap(machine))
     if "memory.host_bytes" not in asked.settings and asked.config is None:
         lines.append(f"host cache: {format_size(found.settings.memory.host_bytes)}, a quarter of the available memory")
     return lines
 
 
 def _exchange(machine: Machine, asked: Asked) -> str:
-    if not machine.interconnect:
-        return "communication between ranks takes no time (set --interconnect)"
-    speed = f"communication between ranks: {_giga(machine.interconnect)}B/s"
-    if asked.interconnect is not None:
-        return f"{speed} (from --interconnect)"
-    if machine.device.fabric:
+    text, device = asked.interconnect, machine.device
+    if text is not None and is_file(text):
+        return f"communication between ranks: as measured (from {text})"
+    if device.fabric:
         source = f"{REACHED_IN_COLLECTIVES:.0%} of the links between accelerators in each direction"
     else:
         source = "half of the link to the host, because data passes through host memory"
+    within = f"{_giga(device.interconnect)}B/s ({source}" if device.interconnect else ""
+    given = f"{_giga(parse_rate(text, '--interconnect'))}B/s" if text is not None else ""
+    if asked.nodes == 1 and given:
+        return f"communication between ranks: {given} (from --interconnect)"
+    if given:
+        local = f"; within a node: {within})" if within and asked.ranks > 1 else ""
+        return f"network: {given} per node in each direction, without latency (from --interconnect){local}"
+    if not within:
+        return "communication between ranks takes no time (set --interconnect)"
     network = "; the network between nodes is not included" if asked.nodes > 1 else ""
-    return f"{speed} ({source}{network}; set --interconnect)"
+    return f"communication between ranks: {within}{network}; set --interconnect)"
+
+
+def _overlap(machine: Machine) -> str:
+    if machine.network.overlapped:
+        return "collectives run in parallel with computation, on separate streams"
+    return "computation waits for each collective, and a reduce-scatter sends as many bytes as an all-reduce (gloo)"
 
 
 def _giga(value: float) -> str:

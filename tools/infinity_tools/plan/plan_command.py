@@ -154,8 +154,10 @@ def plan(
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: with --gpu, the bandwidth of "
-            "the links between accelerators (`--gpu list`); otherwise, communication takes no time]",
+            help="With --nodes: bandwidth of each node's network in each direction, such as 10GbE, 100Gbit/s or "
+            "1GiB/s. With one node: bandwidth between its ranks. Or a file that `infinity probe --interconnect` "
+            "has written. [default: with --gpu, the bandwidth of the links between accelerators (`--gpu list`); "
+            "otherwise, communication takes no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -238,6 +240,7 @@ def plan(
         check_out(out)
     # Imported here because --help does not need the planner.
     from infinity.estimate.advice import best_changes
+    from infinity.estimate.shardings import shardings_of
     from infinity_tools.plan.inputs import Asked, assumptions_of, collection_paused, plan_of
     from infinity_tools.plan.plan_report import document, show
     from infinity_tools.toml import settings_toml
@@ -251,10 +254,11 @@ def plan(
         assumptions = assumptions_of(found, asked, sources)
         status.update("planning alternatives")
         with collection_paused():
+            shardings = shardings_of(found, nodes) if nodes > 1 else None
             best = best_changes(found) if changes else []
         settings = found.settings.with_values(**{"storage.paths": asked.paths})
         text = settings_toml(settings, ["Settings for infinity, written by `infinity plan`."])
-        answer = {**document(found, best, assumptions), "toml": text}
+        answer = {**document(found, best, assumptions, shardings), "toml": text}
         shown = json_format.dumps(answer, indent=2)
         if out is not None:
             status.update("plotting")
@@ -265,7 +269,7 @@ def plan(
         typer.echo(shown)
     else:
         printed = Console(highlight=False)
-        show(found, best, assumptions, printed)
+        show(found, best, assumptions, printed, shardings)
         printed.print()
         printed.print(text, markup=False, end="", soft_wrap=True)
         if out is not None:

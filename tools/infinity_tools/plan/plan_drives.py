@@ -12,7 +12,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.estimate.machine import Drives
 from infinity.io.block_devices import locate, space
 from infinity.io.probe.quick import quick_rates
-from infinity.units import size_of
+from infinity.units import rate_of
 
 _UNUSABLE = (KeyError, TypeError, ValueError, ArithmeticError)
 
@@ -47,16 +47,13 @@ def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drive
 
 
 def parse_rate(text: str, name: str, *, least: str = "1e3") -> float:
-    """Parse a bandwidth such as ``55e9`` or ``55GB``, in bytes per second. Raises `ConfigError`."""
+    """Parse a bandwidth such as ``55e9``, ``55GB/s`` or ``440Gbit/s``. Raises `ConfigError`."""
     try:
-        rate = float(text)
+        rate = rate_of(text)
     except ValueError:
-        try:
-            rate = float(size_of(text))
-        except ValueError:
-            raise ConfigError(
-                f"{name} {text!r} is not a bandwidth in bytes per second; write, for example, 7e9 or 7GB"
-            ) from None
+        raise ConfigError(
+            f"{name} {text!r} is not a bandwidth; write bytes or bits per second, for example, 7e9, 7GB or 56Gbit/s"
+        ) from None
     if not float(least) <= rate <= 1e15:
         raise ConfigError(f"{name} {text!r} must be between {least} and 1e15 bytes per second, such as 55e9")
     return rate

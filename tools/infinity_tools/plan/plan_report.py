@@ -13,6 +13,7 @@ from rich.text import Text
 from infinity.content.format import Role
 from infinity.estimate.advice import Change
 from infinity.estimate.estimate import DAY, HIDDEN, Estimate
+from infinity.estimate.shardings import Shardings
 from infinity.units import format_number, format_size
 from infinity_tools.plan.recommended_batch import recommended_batch
 from infinity_tools.tables import table
@@ -36,6 +37,8 @@ RESOURCES = {
     "fixed": "other fixed costs",
 }
 """Label of each resource of `Seconds`."""
+SHARDINGS = {"full_shard": "full shard", "hsdp": "HSDP"}
+"""Label of each sharding of `Shardings`."""
 _LEAST_SHOWN = 1e-3
 """Fraction of a step below which exposed time is shown as 0."""
 _TIME_UNITS = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
@@ -66,9 +69,16 @@ def duration(seconds: float) -> str:
     return f"{format_number(1e6 * seconds)} µs" if 0 < seconds < 1e-3 else f"{format_number(seconds)} s"
 
 
-def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
+def show(
+    found: Estimate,
+    changes: Sequence[Change],
+    assumptions: Sequence[str],
+    console: Console,
+    shardings: Shardings | None = None,
+) -> None:
+    """Print the estimate, and a comparison of shardings if there are several nodes."""
     console.print(Text(headline(found), style="bold"))
-    for part in _parts(found, changes):
+    for part in _parts(found, changes, shardings):
         console.print()
         console.print(part)
     console.print()
@@ -78,11 +88,13 @@ def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str],
         console.print(Text.assemble(("does not fit: ", "bold red"), problem))
 
 
-def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableType]:
+def _parts(found: Estimate, changes: Sequence[Change], shardings: Shardings | None) -> Iterator[RenderableType]:
     yield _places(found)
     yield _host_cache(found)
     yield _step(found)
     yield _facts(found)
+    if shardings:
+        yield _shardings(shardings)
     if changes:
         rows = [
             (change.what, f"{-change.saved:+.0%}", f"{-change.writes_saved:+.0%}", change.price) for change in changes
@@ -144,7 +156,9 @@ def _step(found: Estimate) -> Table:
     link, linked = found.link_traffic, found.machine.device.link > 0
     kept = found.activations.kept
     weights, gradients = (link.weights + kept) * linked, (link.gradients + kept) * linked
-    moved = {"weights": weights, "gradients": gradients, "drives": traffic.total_bytes}
+    moved: dict[str, float] = {"weights": weights, "gradients": gradients, "drives": traffic.total_bytes}
+    if found.exchange.sent:
+        moved["collectives"] = found.exchange.sent
     if found.updates_on_device:
         moved["updates"] = link.read + link.changed
     parts = {"reads": (traffic.read_bytes, seconds.reads), "writes": (traffic.written_bytes, seconds.writes)}
@@ -160,6 +174,41 @@ def _step(found: Estimate) -> Table:
     rows.append(("step, with overlap", "", duration(seconds.step), ""))
     title = "time per step (exposed: not overlapped)"
     return table(title, ("resource", ">bytes", ">total", ">exposed"), rows)
+
+
+def _shardings(of: Shardings) -> RenderableType:
+    rows = []
+    for name, one in of.by_name.items():
+        ranks, total = one.machine.ranks_per_node, one.traffic.total_bytes
+        rows.append(
+            (
+                SHARDINGS[name],
+                duration(one.seconds.step),
+                duration(one.seconds.collectives.busy),
+                format_size(one.exchange.sent),
+                format_size(total * ranks),
+                format_size(one.drive_bytes * ranks),
+                format_size(one.budget.host_bytes * ranks),
+            )
+        )
+    headings = ("sharding", ">step", ">network", ">sent", ">NVMe I/O", ">NVMe space", ">host cache")
+    full = of.full_shard
+    title = f"sharding over {full.workload.world_size // full.machine.ranks_per_node} nodes (bytes per node)"
+    return Group(table(title, headings, rows), Text(verdict(of)))
+
+
+def verdict(of: Shardings) -> str:
+    """Return a sentence that says which sharding is faster."""
+    if of.shortfall:
+        return f"HSDP is not possible: {of.shortfall}"
+    fitting = of.fitting
+    if len(fitting) < 2:
+        which = f"only {SHARDINGS[next(iter(fitting))]} fits" if fitting else "neither sharding fits"
+        return f"{which} the drives and the device"
+    slow, fast = sorted((one.seconds.step for one in fitting.values()), reverse=True)
+    if not of.faster:
+        return "both are equally fast; full shard needs less NVMe space"
+    return f"{SHARDINGS[of.faster]} is faster: its step takes {1 - fast / slow:.0%} less time"
 
 
 def resource(name: str, found: Estimate) -> str:
@@ -236,7 +285,9 @@ def _checkpoints(found: Estimate) -> str:
     return f"with {number} retained checkpoint{'s' * (number != 1)}{gradients}"
 
 
-def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
+def document(
+    found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], shardings: Shardings | None = None
+) -> dict[str, Any]:
     """Return the estimate as a document that can be encoded as JSON."""
     model, work, machine = found.model, found.workload, found.machine
 
@@ -287,6 +338,14 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "written_bytes_per_step": found.traffic.written_bytes,
         "bytes_per_parameter": found.traffic.total_bytes / max(1, found.layout.parameters),
         "seconds": asdict(found.seconds),
+        "network": _exchanged(found),
+        "shardings": None
+        if shardings is None
+        else {
+            "faster": shardings.faster,
+            "says": verdict(shardings),
+            **{name: _sharding(one) for name, one in shardings.by_name.items()},
+        },
         "tokens_per_second": work.batch_tokens / found.seconds.step,
         "hidden_from_tokens": found.hidden_from_tokens,
         "recommended_batch": dict(
@@ -312,4 +371,27 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
             }
             for change in changes
         ],
+    }
+
+
+def _exchanged(found: Estimate) -> dict[str, float]:
+    exchange = found.exchange
+    return {
+        "gathering_seconds": exchange.gathering,
+        "reducing_seconds": exchange.reducing,
+        "sent_bytes_per_node": exchange.sent,
+    }
+
+
+def _sharding(one: Estimate) -> dict[str, Any]:
+    ranks = one.machine.ranks_per_node
+    return {
+        "fits": not one.shortfalls,
+        "step_seconds": one.seconds.step,
+        "network": _exchanged(one),
+        "node_read_bytes_per_step": one.traffic.read_bytes * ranks,
+        "node_written_bytes_per_step": one.traffic.written_bytes * ranks,
+        "node_drive_bytes": one.drive_bytes * ranks,
+        "node_host_cache_bytes": one.budget.host_bytes * ranks,
+        "working_bytes": one.working_bytes,
     }

@@ -30,7 +30,16 @@ _DEPTH_NAMES = ", ".join(map(str, _DEPTHS))
 
 
 def probe(
-    paths: Annotated[list[Path], typer.Argument(help="Folders whose drives are measured, one folder per drive.")],
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Folders whose drives are measured, one folder per drive.")
+    ] = None,
+    interconnect: Annotated[
+        bool,
+        typer.Option(
+            "--interconnect",
+            help="Instead of drives, measure the collectives of FSDP2 between the ranks that torchrun has started.",
+        ),
+    ] = False,
     size: Annotated[
         str,
         typer.Option(help="Size of the test file in each folder."),
@@ -87,10 +96,21 @@ def probe(
     infinityd is running, it stores the result. Test files have no names, so they disappear even if the process is
     killed. The amount of data to be written is printed before the measurements start.
 
+    With --interconnect, no drives are measured. Start the command on all nodes with torchrun. Rank 0 prints the time of
+    each collective, and with --out writes interconnect.json for `infinity plan --interconnect`.
+
     Exit status: 0 on success, 1 if a drive fails, 2 if an option is invalid, 130 if interrupted.
 
     Example: `infinity probe /nvme0 /nvme1 --sustained --out probed`
     """
+    if interconnect:
+        _check_interconnect(paths, sustained=sustained)
+        from infinity_tools.probe.interconnect_report import probe_interconnect
+
+        probe_interconnect(seconds, out, json=json)
+        return
+    if not paths:
+        raise ConfigError("no folder given; pass a folder on each drive, or --interconnect")
     if sustained_bytes is not None and not sustained:
         raise ConfigError(f"--sustained-bytes {sustained_bytes} requires --sustained")
     names = tuple(map(str, paths))
@@ -128,6 +148,12 @@ def probe(
         typer.echo(json_format.dumps(report.document(), indent=2))
     else:
         show(Console(highlight=False), report, out)
+
+
+def _check_interconnect(paths: list[Path] | None, *, sustained: bool) -> None:
+    for name, given in ((f"folder {str(paths[0])!r}" if paths else "", paths), ("--sustained", sustained)):
+        if given:
+            raise ConfigError(f"{name} cannot be combined with --interconnect; measure drives separately")
 
 
 def _items(values: list[str], name: str) -> list[str]:

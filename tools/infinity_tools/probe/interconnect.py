@@ -1,0 +1,189 @@
+"""Measurement of the collectives that FSDP2 uses, on all ranks of a torchrun launch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import infinity
+from infinity import torchrun
+from infinity.errors import ConfigError
+from infinity.estimate.network import COLLECTIVES, Network, seconds_of
+from infinity.ranks import Ranks, naming_loss
+from infinity.torch_private.imports import DefaultAllGather, DefaultReduceScatter
+from infinity.units import KIB, MIB
+
+SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+"""Sizes of the complete tensor, in bytes. Each is measured only if it is expected to take at most the duration of a
+measurement, except for the first two.
+"""
+_LEAST, _MOST = 5, 50
+"""Number of repetitions of a measurement."""
+EXAMPLE = (
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr node0 -m -- infinity_tools probe --interconnect"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """Measured collectives."""
+
+    backend: str
+    """``gloo`` or ``nccl``."""
+    network: Network
+    """Times by collective and size of the complete tensor."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the results as an object that can be serialized as JSON."""
+        network, sent = self.network, self.network.sent
+        return {
+            "backend": self.backend,
+            "nodes": network.nodes,
+            "ranks_per_node": network.ranks_per_node,
+            "collectives": {
+                name: [
+                    {
+                        "bytes": nbytes,
+                        "seconds": seconds,
+                        "bytes_per_second": round(nbytes / seconds),
+                        "sent_bytes_per_second": round(sent[name] * nbytes / seconds),
+                    }
+                    for nbytes, seconds in getattr(network, name)
+                ]
+                for name in COLLECTIVES
+                if getattr(network, name)
+            },
+        }
+
+
+def measure(
+    seconds: float,
+    on_progress: Callable[[str], None] = lambda what: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Interconnect | None:
+    """Measure the collectives of all ranks, of the ranks of each node, and between nodes. Called on every rank.
+
+    Args:
+        seconds: Duration of each measurement, in seconds. Each collective is repeated at least five times.
+        on_progress: Callback that receives a description of the next measurement.
+        clock: Function that returns the time in seconds.
+
+    Returns:
+        The results on rank 0, and ``None`` on the other ranks.
+
+    Raises:
+        ConfigError: If there is only one rank, or the nodes have different numbers of ranks.
+        LostRankError: If another rank exits.
+    """
+    if not dist.is_initialized() and not torchrun.launched():
+        raise ConfigError(f"--interconnect requires several ranks; start it on each node, for example with\n{EXAMPLE}")
+    device = infinity.mesh().device_type
+    ranks = Ranks.current()
+    nodes, per_node = _shape(ranks)
+    found: dict[str, tuple[tuple[float, float], ...]] = {}
+    with naming_loss(), torch.inference_mode():
+        for name, collective in _collectives(device, nodes, per_node):
+            points: list[tuple[float, float]] = []
+            for size in SIZES:
+                if len(points) > 1 and seconds_of(tuple(points), size) > seconds:
+                    break
+                on_progress(f"{name} of {size} bytes")
+                points.append((float(size), _timed(collective(size), device, ranks, seconds, clock)))
+            found[name] = tuple(points)
+    backend = dist.get_backend(dist.group.WORLD) if device == "cpu" else "nccl"
+    network = Network(
+        nodes=nodes, ranks_per_node=per_node, reduces_all=device == "cpu", overlapped=device != "cpu", **found
+    )
+    return Interconnect(backend=backend, network=network) if ranks.rank == 0 else None
+
+
+def _shape(ranks: Ranks) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node. Raises `ConfigError` if it differs between nodes."""
+    per_node = ranks.local_world_size
+    regular = ranks.rank % per_node == ranks.local_rank and ranks.world_size % per_node == 0
+    if ranks.world_size == 1:
+        raise ConfigError(f"--interconnect requires at least 2 ranks, not 1; start it, for example, with\n{EXAMPLE}")
+    if len(set(ranks.collect((per_node, regular)))) > 1 or not regular:
+        raise ConfigError(
+            "--interconnect requires the same number of consecutive ranks on each node; pass the same "
+            "--nproc-per-node on every node"
+        )
+    return ranks.world_size // per_node, per_node
+
+
+Collective = Callable[[int], Callable[[], object]]
+"""Function that returns a collective on a complete tensor of the given size."""
+
+
+def _collectives(device: str, nodes: int, per_node: int) -> Iterator[tuple[str, Collective]]:
+    """Yield the name and function of each collective, in the dtypes of mixed precision: bf16 and fp32."""
+    average = dist.ReduceOp.AVG
+    mesh = init_device_mesh(device, (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+
+    def gathers(group: Any) -> Collective:
+        def collective(nbytes: int) -> Callable[[], object]:
+            shard = torch.ones(-(-nbytes // 2 // group.size()), dtype=torch.bfloat16, device=device)
+            full = shard.new_empty(shard.numel() * group.size())
+            return lambda: DefaultAllGather()(full, shard, group)
+
+        return collective
+
+    def reduces(group: Any) -> Collective:
+        def collective(nbytes: int) -> Callable[[], object]:
+            shard = torch.ones(-(-nbytes // 4 // group.size()), device=device)
+            full = shard.new_ones(shard.numel() * group.size())
+            return lambda: DefaultReduceScatter()(shard, full, group, average)
+
+        return collective
+
+    def all_reduces(group: Any) -> Collective:
+        def collective(nbytes: int) -> Callable[[], object]:
+            shard = torch.ones(-(-nbytes // 4 // per_node), device=device)
+            return lambda: dist.all_reduce(shard, average, group)
+
+        return collective
+
+    everyone = dist.group.WORLD
+    yield "all_gather", gathers(everyone)
+    yield "reduce_scatter", reduces(everyone)
+    if nodes > 1 and per_node > 1:
+        yield "node_all_gather", gathers(mesh.get_group("shard"))
+        yield "node_reduce_scatter", reduces(mesh.get_group("shard"))
+    if nodes > 1:
+        yield "all_reduce", all_reduces(mesh.get_group("replicate"))
+
+
+def _timed(
+    collective: Callable[[], object], device: str, ranks: Ranks, seconds: float, clock: Callable[[], float]
+) -> float:
+    """Return the median time of a collective on the slowest rank, in seconds."""
+
+    def once() -> float:
+        began = clock()
+        collective()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return clock() - began
+
+    once()  # connects the ranks
+    first: float = max(ranks.collect(once()))
+    number = max(_LEAST, min(_MOST, int(seconds / first) if first > 0 else _MOST))
+    took = ranks.collect([once() for _ in range(number)])
+    return float(median(max(times) for times in zip(*took, strict=True)))
+
+
+LABELS: Mapping[str, str] = {
+    "all_gather": "all-gather, all ranks",
+    "reduce_scatter": "reduce-scatter, all ranks",
+    "node_all_gather": "all-gather in each node",
+    "node_reduce_scatter": "reduce-scatter in each node",
+    "all_reduce": "all-reduce between nodes",
+}
+"""Description of each collective."""
