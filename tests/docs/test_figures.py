@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,53 @@ def test_folders_named_in_contributing_exist() -> None:
     for row in re.findall(r"^\| .+? \| (`infinity/.+?) \|$", text, re.MULTILINE):
         for path in re.findall(r"`([\w./]+)`", row):
             assert any((root / path).exists() for root in (ROOT, ROOT / "infinity")), path
+
+
+def network_rows() -> list[str]:
+    """Return the rows of the table of planned and measured steps on two nodes."""
+    rows = []
+    for row in stored("network")["setups"]:
+        planned, measured = row["planned"], row["measured"]
+        sharding = {"full_shard": "full shard", "hsdp": "HSDP"}[row["sharding"]]
+        cells = (
+            str(row["megabits"]), f"2 \u00d7 {row['ranks']}", sharding,
+            f"{row['micro_batches']}{'' if row['layer_major'] else ' (loop)'}",
+            f"{planned['seconds']:.2f}", f"{measured['seconds']:.2f}",
+            f"{100 * (planned['seconds'] / measured['seconds'] - 1):+.0f} %",
+            f"{planned['sent_bytes'] / 1e6:.1f}", f"{measured['sent_bytes'] / 1e6:.1f}",
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def accumulation_rows() -> list[str]:
+    """Return the rows of the table of bytes sent per step, by number of micro-batches."""
+    found = {(row["micro_batches"], row["layer_major"]): row for row in stored("network")["accumulation"]}
+    rows = []
+    for number in sorted({number for number, _ in found}):
+        pair = [found.get((number, layer_major), found[number, True]) for layer_major in (True, False)]
+        cells = [f"{row['sent_bytes'] / 1e6:.1f}" for row in pair]
+        rows.append(f"| {number} | {' | '.join(cells)} |")
+    return rows
+
+
+def error_words(quantity: str, errors: list[float]) -> str:
+    """Return the words that state the errors of a prediction."""
+    return f"{quantity}: median {100 * statistics.median(errors):.0f} %, worst {100 * max(errors):.0f} %"
+
+
+def test_network_tables_match_the_results() -> None:
+    """A loop sends as much for each micro-batch as layer-major accumulation does per step."""
+    found, text = stored("network"), " ".join(section(RESULTS, "Figures").split())
+    assert f"Number of rounds: {found['rounds']}" in text
+    assert error_words("step time", [row["error"] for row in found["setups"]]) in text
+    full = [row for row in found["setups"] if row["sharding"] == "full_shard"]
+    errors = [abs(row["planned"]["network_seconds"] / row["measured"]["collective"] - 1) for row in full]
+    assert error_words("time of collectives", errors) in text
+    assert statistics.median(errors) <= 0.15
+    assert [row for row in RESULTS.splitlines() if " | 2 \u00d7 " in row] == network_rows()
+    page = (ROOT / "docs" / "explanation" / "accumulation.md").read_text()
+    assert [row for row in page.splitlines() if re.match(r"\| \d", row)] == accumulation_rows()
 
 
 def systems(name: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 
 from infinity.estimate import advice, machine
 from infinity.estimate.estimate import HIDDEN
-from support.plan_page import errors, paper
+from support.command import run_here
+from support.plan_page import NODES, errors, paper, shardings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "plan.md").read_text()
@@ -25,6 +26,13 @@ def test_the_tables_match_the_results() -> None:
     """Run `PYTHONPATH=tests .venv/bin/python -m support.plan_page` to print them."""
     assert block("errors") == errors(json.loads((RESULTS / "plan.json").read_text()))
     assert block("paper") == paper(json.loads((RESULTS / "plan-paper.json").read_text()))
+
+
+def test_the_comparison_of_shardings_is_that_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `PYTHONPATH=tests .venv/bin/python -m support.plan_page` to update it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert " ".join(NODES) in " ".join(PAGE.split())
+    assert block("shardings") == f"```\n{shardings(run_here(*NODES, '--no-changes').output)}\n```"
 
 
 def test_prediction_errors_are_within_the_goals() -> None:

@@ -15,6 +15,18 @@ SAMPLE = shlex.split(
     "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --update-cores 8 --batch-tokens 32768"
 )
 
+NODES = shlex.split(
+    "plan --parameters 7e9 --layers 32 --hidden 4096 --vocabulary 32000 --nvme-bandwidth 7e9/5e9 --host-memory 16GiB "
+    "--gpu rtx4090 --ranks 2 --nodes 2 --batch-tokens 131072 --interconnect 10GbE"
+)
+"""Command whose comparison of shardings the page contains."""
+
+
+def shardings(output: str) -> str:
+    """Return the comparison of shardings in the output of `infinity plan`, without trailing spaces."""
+    start = output.index("sharding over")
+    return "\n".join(line.rstrip() for line in output[start:].split("\n\n")[0].splitlines())
+
 
 def errors(result: dict[str, Any]) -> str:
     """Return the table of prediction errors."""
@@ -51,12 +63,13 @@ def main() -> None:
     sample = "\n".join(line.rstrip() for line in run_here(*SAMPLE).output.splitlines())
     blocks = {
         "sample": f"```\n{sample}\n```",
+        "shardings": f"```\n{shardings(run_here(*NODES, '--no-changes').output)}\n```",
         "errors": errors(json.loads((results / "plan.json").read_text())),
         "paper": paper(json.loads((results / "plan-paper.json").read_text())),
     }
     text = page.read_text()
     for name, block in blocks.items():
-        pattern = rf"(<!-- {name} -->\n)(?:```\n.*?\n```|.*?)(?=\n\n[A-Z!#])"
+        pattern = rf"(<!-- {name} -->\n)(?:```\n.*?\n```|.*?)(?=\n\n[A-Z!#`])"
         text = re.sub(pattern, lambda found, block=block: found[1] + block, text, count=1, flags=re.DOTALL)
     page.write_text(text)
 

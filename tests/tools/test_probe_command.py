@@ -234,3 +234,20 @@ def test_all_folders_then_each_folder_are_recorded(tmp_path: Path, monkeypatch: 
     asked.clear()
     run_here("probe", places[0], *options)
     assert [list(values["rates"]) for _, values in asked[1:]] == [names[:1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no folder given; pass a folder on each drive, or --interconnect"),
+        (["--interconnect"], "--interconnect requires several ranks; start it on each node"),
+        (["--interconnect", "drive"], "folder 'drive' cannot be combined with --interconnect"),
+        (["--interconnect", "--sustained"], "--sustained cannot be combined with --interconnect"),
+    ],
+    ids=str,
+)
+def test_interconnect_needs_torchrun_and_no_folders(words: list[str], says: str) -> None:
+    """On the node test bed, tests/nodes/test_interconnect.py measures it."""
+    done = run_here("probe", *words)
+    assert done.status == 2
+    assert says in " ".join(done.errors.split())

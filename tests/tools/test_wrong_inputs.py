@@ -81,7 +81,7 @@ NAMES = [
     wrong("top --intervall 2", "--intervall", "--interval"),
     wrong("store lss .", "lss", "Did you mean 'ls'"),
     wrong("export", "Missing argument", "infinity export -h"),
-    wrong("probe", "Missing argument", "infinity probe -h"),
+    wrong("probe", "no folder given", "--interconnect"),
     wrong("store ls", "Missing argument", "infinity store ls -h"),
     train("--max_stepz 4", "--max_stepz", "--max_steps"),
     train("--batch-tokens 4", "--batch_tokens", "--per_device_train_batch_size"),
