@@ -18,7 +18,7 @@ from infinity.checkpoint.parity import INDEX_NAME, folder_of
 from infinity.errors import ConfigError
 from infinity_daemon import copy_pull, copy_source
 from infinity_daemon.copy_server import address_of
-from support.copies import IDENTITY, LATER, OWNER, PAGE_BYTES, Node, Rank, check_copy, copied
+from support.copies import IDENTITY, LATER, OWNER, PAGE_BYTES, RUN, Node, Rank, check_copy, copied
 
 STEP = 2 * 4096
 """Bytes of a request in these tests, so that a copy has many."""
@@ -96,11 +96,8 @@ class Pair:
 
 async def served(node):
     """Wait until a node serves its checkpoint."""
-    while node.copies._ranks[(copy_run, node.rank)].source is None:
+    while node.copies._ranks[(RUN, node.rank)].source is None:
         await asyncio.sleep(0.005)
-
-
-copy_run = "20260101-000000-abcdef"
 
 
 class Gate:
@@ -312,7 +309,7 @@ def test_a_copy_ends_with_the_process_of_the_rank(tmp_path, monkeypatch, caplog)
             gate = Gate(monkeypatch, 5)
             await pair.copy()
             await gate.reached.wait()
-            tasks = [node.copies._ranks[(copy_run, node.rank)].task for node in (pair.holder, pair.server)]
+            tasks = [node.copies._ranks[(RUN, node.rank)].task for node in (pair.holder, pair.server)]
             pair.server.alive = False
             pair.server.copies.expire()
             gate.open()

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.manifest import CheckpointName, Manifest, checksum_of, write_manifest
+from infinity.checkpoint.manifest import Manifest, checksum_of, write_manifest
 from infinity.checkpoint.parity import FOLDER, Stream, part_range, peers_of, read_index
 from infinity.checkpoint.parts import Part
 from infinity.content.format import StateFormat
@@ -186,11 +186,6 @@ def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int) -> None:
         assert (folder / source.manifest.state_file).read_bytes() == source.state
         names |= {peer.manifest, source.manifest.state_file}
     assert {entry.name for entry in folder.iterdir()} == names
-
-
-def name_of(rank: Rank) -> CheckpointName:
-    """Return the name of a rank's checkpoint."""
-    return rank.manifest.name.checkpoint
 
 
 HEADER = struct.Struct("!QBI")
