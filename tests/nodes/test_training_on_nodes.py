@@ -1,4 +1,4 @@
-"""Training on several nodes with torchrun gives the same losses as the same number of ranks on one node."""
+"""Training on several nodes gives the same losses as the same number of ranks on one node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.node_training import uninterrupted
+from support.node_training import train, uninterrupted
 from support.nodes import Nodes
 from support.ranks import RankPool
 
@@ -39,9 +39,8 @@ def test_losses_equal_those_on_one_node(
     """Each node has its own drive, and the run is resumed after its first checkpoint."""
     (results := tmp_path / "results").mkdir()
     with Nodes(tmp_path, count) as nodes:
-        words = [*nodes.rendezvous(ranks), "-m", "support.node_training", nodes.local, results]
-        for agent in [node.torchrun(*words) for node in nodes]:
-            agent.wait()
+        for program in nodes.start_ranks(ranks, train, str(nodes.local), str(results)):
+            program.wait()
         for node in nodes:
             assert len(list(node.folder.glob("nvme0/*/rank*.pages"))) == ranks
     found = [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(count * ranks)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from infinity import peer_failures
 from infinity.ranks import Ranks
 from support.daemon_process import until
-from support.nodes import Nodes, Program
+from support.nodes import Nodes
 from support.session import EVERY, Session
 
 
@@ -27,15 +27,7 @@ class NodeRun:
         (self._shared / "stop").unlink(missing_ok=True)
         for file in self._shared.glob("rank*"):
             file.unlink()
-        count = len(nodes) * ranks
-        self.programs: list[Program] = [
-            nodes[rank // ranks].start(
-                train, str(nodes.local), str(self._shared), limit, options,
-                RANK=str(rank), LOCAL_RANK=str(rank % ranks), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR="node0", MASTER_PORT="29500",
-            )
-            for rank in range(count)
-        ]  # fmt: skip
+        self.programs = nodes.start_ranks(ranks, train, str(nodes.local), str(self._shared), limit, options)
 
     def losses(self, rank: int = 0) -> dict[int, str]:
         """Return the losses of a rank so far, by step."""

@@ -1,13 +1,8 @@
-"""Train a tiny model on several ranks with different data, with or without an interruption.
-
-`torchrun -m support.node_training FOLDER RESULTS` trains with an interruption and writes the losses of each rank to a
-file in `RESULTS`.
-"""
+"""Train a tiny model on several ranks with different data, with or without an interruption."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -33,15 +28,9 @@ def interrupted(folder: Path) -> list[float]:
         return losses + session.run()
 
 
-def main() -> None:
-    """Train as one rank of torchrun."""
-    folder, results = map(Path, sys.argv[1:])
-    torch.set_num_threads(1)
+def train(folder: str, results: str) -> None:
+    """Train with an interruption as one rank, and write its losses to a file in `results`."""
     dist.init_process_group("gloo")
-    losses = interrupted(folder)
-    (results / f"rank{dist.get_rank()}.json").write_text(json.dumps(losses))
+    losses = interrupted(Path(folder))
+    Path(results, f"rank{dist.get_rank()}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -271,6 +271,18 @@ class Nodes:
     def _switch(self, *words: str) -> None:
         self._bridge.ask("run", words)
 
+    def start_ranks(self, ranks: int, function: Callable[..., object], *arguments: object) -> list[Program]:
+        """Start a function on a number of ranks per node, with the environment of `torchrun`. Return them by rank."""
+        count = len(self) * ranks
+        return [
+            self[rank // ranks].start(
+                function, *arguments,
+                RANK=str(rank), LOCAL_RANK=str(rank % ranks), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(ranks),
+                MASTER_ADDR=self[0].name, MASTER_PORT="29500",
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+
     def rendezvous(self, ranks: int, port: int = 29500) -> list[str]:
         """Return the arguments of `torchrun` for a run on all nodes, with a number of ranks per node."""
         return [
