@@ -171,13 +171,13 @@ def _choices(
     for position, fsdp_module in enumerate(
         dict.fromkeys(event.fsdp_module for event in events if event.kind is not EventKind.STEP)
     ):
-        if later[fsdp_module] > 1:
-            kept = fsdp_module_bytes(layout, fsdp_module)
+        kept = fsdp_module_bytes(layout, fsdp_module)
+        if later[fsdp_module] > 1 and kept:
             saved = (later[fsdp_module] - 1) * kept * of_weights
             found.append(
                 _Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, saved=saved / kept, order=-position)
             )
-        if layout.fsdp_module_segments[fsdp_module] and not update_on_device:
+        if not of_fsdp_module[fsdp_module] or (layout.fsdp_module_segments[fsdp_module] and not update_on_device):
             continue
         w, s, g = _bytes_by_role(
             of_fsdp_module[fsdp_module],

@@ -97,6 +97,19 @@ def test_gpu_memory_holds_prefetch_slots_before_kept_weights() -> None:
         assert with_device(update_schedule, EVENTS, LAYOUT, (SLOTS + kept + 1) * MODULE_BYTES - 1) == found
 
 
+def test_fsdp_module_without_elements_takes_no_gpu_memory() -> None:
+    """All parameters of the second FSDP module are empty, as on a rank whose slices have no elements."""
+    shard = {"segment_key": "mixed", "trainable": True}
+    modules = [
+        FSDPModuleSpec(name=str(numel), shards=(ShardSpec(name=str(numel), numel=numel, padded=numel, **shard),))
+        for numel in (4096, 0, 4096)
+    ]
+    layout, events = build_layout(modules, FORMATS, 64 << 10), transformer_step(len(modules)) * 2
+    found = with_device(UPDATE_SCHEDULES[0], events, layout, 1 << 30, update_on_device=True)
+    assert found.gpu_resident == {0, 2}
+    assert not found.kept
+
+
 @pytest.mark.parametrize("update_schedule", UPDATE_SCHEDULES)
 def test_kept_weights_are_read_once_per_step(update_schedule: UpdateSchedule) -> None:
     """The first FSDP module is not prefetched and therefore not kept."""
