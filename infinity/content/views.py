@@ -69,6 +69,13 @@ def section(content: Content, page: Page, layout: Layout, start: int, stop: int)
     )
 
 
+def array_of(content: Content, dtype: str, count: int) -> torch.Tensor:
+    """Return the only array in a page as a view of shape (count,)."""
+    if isinstance(content, memoryview):
+        return torch.frombuffer(content, dtype=torch_dtype(dtype), count=count)
+    return bytes_of(content, 0, count * torch_dtype(dtype).itemsize).view(torch_dtype(dtype))
+
+
 def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
     """Return items [low, high) of an array of `dtype` that begins `offset` bytes into a page.
 

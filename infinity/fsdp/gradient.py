@@ -140,25 +140,24 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
     number = len(args[0])
     numbers = func in _RECORDED and _are_numbers((*args[1:], *kwargs.values()))
     edit = _edit(func, args[1:], kwargs, listed=True) if numbers else None
+    normed = func is aten._foreach_norm.Scalar and _is_euclidean(args, kwargs)
+    cleared = func is aten._foreach_zero_.default
     results: list[Any] = []
-    for position in range(number):
+    for position, one in enumerate(args[0]):
+        if isinstance(one, PagedGradient) and one.is_whole:
+            if normed and (norm := one.handle.norm()) is not None:
+                results.append(norm.clone())
+                continue
+            if edit is not None:
+                one.handle.record(edit)
+                continue
+            if cleared:
+                one.handle.clear()
+                continue
         single = [
             arg[position : position + 1] if isinstance(arg, list | tuple) and len(arg) == number else arg
             for arg in args
         ]
-        (one,) = single[0]
-        if isinstance(one, PagedGradient) and one.is_whole:
-            if func is aten._foreach_norm.Scalar and _is_euclidean(single, kwargs):
-                norm = one.handle.norm()
-                if norm is not None:
-                    results.append(norm.clone())
-                    continue
-            if edit is not None:
-                one.handle.record(edit)
-                continue
-            if func is aten._foreach_zero_.default:
-                one.handle.clear()
-                continue
         found = computed(func, tuple(single), kwargs)
         if isinstance(found, list | tuple):
             results.extend(found)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -90,6 +89,8 @@ class PagedTensor(torch.Tensor):
     _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
     _whole: torch.Tensor  # the same for the stored tensor
     _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # create this view from the stored tensor
+    is_whole: bool
+    """``True`` if this is the full stored tensor in its original shape, not a slice or a reshaped view of it."""
 
     @classmethod
     def stored(
@@ -112,17 +113,19 @@ class PagedTensor(torch.Tensor):
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         device: torch.device,
     ) -> Paged:
-        # A view must not be an inference tensor, because its base is not one
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls,
-                likeness.shape,
-                strides=likeness.stride(),
-                storage_offset=likeness.storage_offset(),
-                dtype=likeness.dtype,
-                device=device,
-            )
+        if torch.is_inference_mode_enabled():  # a view must not be an inference tensor, because its base is not one
+            with torch.inference_mode(False):
+                return cls._made(handle, likeness, whole, steps, device)
+        made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            likeness.shape,
+            strides=likeness.stride(),
+            storage_offset=likeness.storage_offset(),
+            dtype=likeness.dtype,
+            device=device,
+        )
         made.handle, made._likeness, made._whole, made._steps = handle, likeness, whole, steps
+        made.is_whole = not steps or (made._is_all and likeness.shape == whole.shape)
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -203,11 +206,6 @@ class PagedTensor(torch.Tensor):
         for step in self._steps:
             seen = step(seen)
         return seen
-
-    @property
-    def is_whole(self) -> bool:
-        """``True`` if this is the full stored tensor in its original shape, not a slice or a reshaped view of it."""
-        return not self._steps or (self._is_all and self._likeness.shape == self._whole.shape)
 
     @property
     def _is_all(self) -> bool:

@@ -18,10 +18,10 @@ from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, WeightPart, overlapping
 from infinity.content.views import Content, bytes_of, clear, put, read_section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp.staging import GpuPrefetcher
+from infinity.fsdp.staging import GpuPrefetcher, ModuleWeights
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Access, Mode, Use, gather_accesses
+from infinity.schedule.trace import Access, Mode, Use
 from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
 
@@ -59,18 +59,17 @@ class _Gather:
     the last one.
     """
 
-    def __init__(self, layout: Layout, device: Device, opened: _OpenRun, fsdp_module: int) -> None:
-        self._device, self._opened, self.fsdp_module = device, opened, fsdp_module
+    def __init__(self, device: Device, opened: _OpenRun, weights: ModuleWeights) -> None:
+        self._device, self._opened, self._weights, self.fsdp_module = device, opened, weights, weights.fsdp_module
         # Parts of every shard, by shard and by number of the batch whose pages contain them
         self._parts: dict[int, dict[int, list[WeightPart]]] = defaultdict(dict)
         self._nbytes = Counter[int]()  # bytes of the weights by shard, padding included
-        for number, batch in enumerate(layout.fsdp_module_gathers[fsdp_module]):
-            for part in batch:
+        for number, (_, parts) in enumerate(weights.batches):
+            for part in parts:
                 self._parts[part.shard].setdefault(number, []).append(part)
                 self._nbytes[part.shard] += part.nbytes
         self.nbytes = self._nbytes.total()
         """Bytes of all weights."""
-        self._accesses = [*gather_accesses(layout, fsdp_module)]
         self.planned = False
         """``True`` if the current gather is part of a training step."""
         self.inputs: Mapping[int, torch.Tensor] = {}
@@ -89,7 +88,7 @@ class _Gather:
         if self._prefetched:
             self.inputs = self._opened.gpu_prefetcher.weights(self.fsdp_module)
         elif planned and self._opened.pager.gpu_resident(self.fsdp_module):
-            self._hold(tuple(dict.fromkeys(use for access in self._accesses for use in access)))
+            self._hold(tuple(dict.fromkeys(use for access, _ in self._weights.batches for use in access)))
             self.inputs = self._opened.pager.gpu_resident_weights(self.fsdp_module)
 
     def copy(self, shard: int, destination: torch.Tensor) -> None:
@@ -101,7 +100,7 @@ class _Gather:
         into = destination.view(-1).view(torch.uint8)
         for batch, parts in self._parts[shard].items():
             if batch != self._batch:
-                self._hold(self._accesses[batch])
+                self._hold(self._weights.batches[batch][0])
                 self._batch = batch
             targets, sources = [], []
             for _, page, offset, start, nbytes in parts:
@@ -248,7 +247,7 @@ class ShardIO:
         with opened.ledger.part("python", name, name="gather"):
             planned = opened.listener.gathering(fsdp_module)
         if fsdp_module not in self._gathers:
-            self._gathers[fsdp_module] = _Gather(self._layout, self._device, opened, fsdp_module)
+            self._gathers[fsdp_module] = _Gather(self._device, opened, opened.gpu_prefetcher.modules[fsdp_module])
         self._gather = gather = self._gathers[fsdp_module]
         try:
             gather.begin(planned=planned)

@@ -16,25 +16,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from infinity.content.layout import Layout, WeightPart
-from infinity.content.views import bytes_of, torch_dtype
+from infinity.content.views import torch_dtype
 from infinity.errors import InfinityError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.pager import Pager, Reservation
-from infinity.schedule.tier import SLOTS, fsdp_module_bytes, prefetched_modules, shard_bytes
+from infinity.schedule.tier import SLOTS, prefetched_modules, shard_bytes
 from infinity.schedule.trace import Event, gather_accesses
 from infinity.schedule.update_schedule import UpdateSchedule
 
-
-class _WeightBatch(NamedTuple):
-    """Weights whose pages are held at the same time."""
-
-    reservation: Reservation
-    parts: Sequence[WeightPart]
+_Batch = tuple[Reservation, Sequence[WeightPart]]
+"""Reserved pages, and the weights in them."""
 
 
 class _Slot:
@@ -47,6 +43,39 @@ class _Slot:
         self.filled: Future[DeviceEvent] | None = None  # result: the event that follows all copies into the slot
 
 
+class ModuleWeights:
+    """Weights of one FSDP module: batches of their pages, and their slot in the GPU prefetch buffer."""
+
+    def __init__(self, layout: Layout, fsdp_module: int) -> None:
+        self.fsdp_module = fsdp_module
+        self.batches = [
+            *zip(gather_accesses(layout, fsdp_module), layout.fsdp_module_gathers[fsdp_module], strict=True)
+        ]
+        """Accesses to the pages of each batch, and the weights in them."""
+        shards = layout.fsdp_module_shards[fsdp_module]
+        offsets = [*accumulate((shard_bytes(layout, shard) for shard in shards), initial=0)]
+        self.nbytes = offsets.pop()
+        """Required size of a slot in bytes."""
+        self.offsets = dict(zip(shards, offsets, strict=True))
+        """Offset of each shard in a slot, in bytes."""
+        self._padded = {
+            shard: (layout.shards[shard].spec.padded, torch_dtype(layout.format_of(shard).param)) for shard in shards
+        }  # number of elements and dtype
+        self.own: _Slot | None = None
+        """Slot that only this FSDP module uses, if its weights are kept."""
+        self.slot: _Slot | None = None
+        """Slot that holds or receives the weights."""
+
+    def views(self, slot: _Slot) -> Mapping[int, torch.Tensor]:
+        """Return the weights in a slot, flat, in the compute dtype, padding included, by shard."""
+        if self.fsdp_module not in slot.weights:
+            found = slot.weights[self.fsdp_module] = {}
+            for shard, (padded, dtype) in self._padded.items():
+                begin = self.offsets[shard]
+                found[shard] = slot.memory[begin : begin + padded * dtype.itemsize].view(dtype)
+        return slot.weights[self.fsdp_module]
+
+
 class GpuPrefetcher:
     """GPU prefetch buffer: its slots, and the thread that fills them.
 
@@ -56,21 +85,13 @@ class GpuPrefetcher:
     """
 
     def __init__(self, layout: Layout, pager: Pager, device: Device) -> None:
-        self._layout, self._pager, self._device = layout, pager, device
+        self._pager, self._device = pager, device
+        self.modules = [ModuleWeights(layout, fsdp_module) for fsdp_module in range(len(layout.fsdp_modules))]
+        """Weights of each FSDP module."""
         self._free: deque[_Slot] = deque()  # free slots for FSDP modules that are not kept, next one first
-        self._own: dict[int, _Slot] = {}  # slots of kept FSDP modules
-        self._prefetched: dict[int, _Slot] = {}  # slot that holds or receives the weights, by FSDP module
         self._provided: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         """FSDP modules that have slots, and the kept ones among them."""
         self._thread: ThreadPoolExecutor | None = None  # started by `provide`
-        self._offsets: dict[int, int] = {}  # offset in the slot by shard, in bytes
-        self._gathers = [
-            [*zip(gather_accesses(layout, fsdp_module), batches, strict=True)]
-            for fsdp_module, batches in enumerate(layout.fsdp_module_gathers)
-        ]
-        for shards in layout.fsdp_module_shards:
-            starts = accumulate((shard_bytes(layout, shard) for shard in shards), initial=0)
-            self._offsets.update(zip(shards, starts, strict=False))
 
     def provide(self, update_schedule: UpdateSchedule, events: Sequence[Event]) -> None:
         """Allocate the slots for steps with the given events. If the slots change, prefetched weights are discarded.
@@ -86,15 +107,19 @@ class GpuPrefetcher:
             return
         self.drop()
         stream = self._device.stream("stage")
-        for slot in (*self._free, *self._own.values()):
-            self._device.keep(slot.memory, stream)  # copies into it may still be running
-        self._free, self._own, self._provided = deque(), {}, (frozenset(), frozenset())
-        passing = [fsdp_module_bytes(self._layout, fsdp_module) for fsdp_module in prefetched - kept]
+        slots = [*self._free, *(module.own for module in self.modules if module.own is not None)]
+        self._free, self._provided = deque(), (frozenset(), frozenset())
+        for module in self.modules:
+            module.own = None
+        for memory in [slot.memory for slot in slots]:
+            self._device.keep(memory, stream)  # copies into it may still be running
+        del slots
+        passing = [self.modules[index].nbytes for index in prefetched - kept]
         free = [self._new_slot(max(passing)) for _ in range(SLOTS if passing else 0)]
-        own = {
-            fsdp_module: self._new_slot(fsdp_module_bytes(self._layout, fsdp_module)) for fsdp_module in sorted(kept)
-        }
-        self._free, self._own, self._provided = deque(free), own, (prefetched, kept)
+        own = {index: self._new_slot(self.modules[index].nbytes) for index in sorted(kept)}
+        for index, slot in own.items():
+            self.modules[index].own = slot
+        self._free, self._provided = deque(free), (prefetched, kept)
         self._device.record_event(self._device.current()).before(stream)  # after earlier uses of the same memory
         if prefetched and self._thread is None:
             self._thread = ThreadPoolExecutor(1, "infinity-stage", self._device.enter_thread)
@@ -104,14 +129,15 @@ class GpuPrefetcher:
 
     def has(self, fsdp_module: int) -> bool:
         """Return whether the weights of an FSDP module are prefetched."""
-        return fsdp_module in self._prefetched
+        return self.modules[fsdp_module].slot is not None
 
-    def has_free_buffer(self, fsdp_module: int) -> bool:
-        """Return whether a slot is available for an FSDP module.
+    def can_stage(self, fsdp_module: int) -> bool:
+        """Return whether an FSDP module is not prefetched, and a slot is available for it.
 
         If a step deviates from the plan, weights that are prefetched but never gathered continue to occupy their slot.
         """
-        return fsdp_module in self._own or bool(self._free)
+        module = self.modules[fsdp_module]
+        return module.slot is None and (module.own is not None or bool(self._free))
 
     def stage(self, fsdp_module: int) -> None:
         """Start prefetching the weights of an FSDP module, and count this as the planned access to their pages.
@@ -120,46 +146,49 @@ class GpuPrefetcher:
         """
         if self._thread is None:
             raise InfinityError("the GPU prefetch buffer has no slots; call provide first")
-        slot = self._own.get(fsdp_module) or self._free.popleft()
-        self._prefetched[fsdp_module] = slot
-        slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._batches(fsdp_module))
+        module = self.modules[fsdp_module]
+        slot = module.slot = module.own or self._free.popleft()
+        device_event = partial(self._device.record_event, self._device.stream("stage"))
+        batches: deque[_Batch] = deque()
+        for access, parts in module.batches:
+            reservation = self._pager.reservation(access, threaded=True, copies=device_event, ahead=True)
+            batches.append((reservation, parts))
+        slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, module, batches)
         slot.used = None
 
-    def _batches(self, fsdp_module: int) -> deque[_WeightBatch]:
-        """Reserve the pages of an FSDP module, batch by batch."""
-        device_event = partial(self._device.record_event, self._device.stream("stage"))
-        return deque(
-            _WeightBatch(self._pager.reservation(access, threaded=True, copies=device_event, ahead=True), parts)
-            for access, parts in self._gathers[fsdp_module]
-        )
-
-    def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_WeightBatch]) -> DeviceEvent:
+    def _fill(
+        self, memory: torch.Tensor, used: DeviceEvent | None, module: ModuleWeights, batches: deque[_Batch]
+    ) -> DeviceEvent:
         """Issue all copies into the memory of a slot, and return the event that follows. Runs in the prefetch thread.
 
         Args:
             memory: Memory of the slot.
             used: Event that follows earlier uses of the memory.
+            module: FSDP module to prefetch.
             batches: Weights to copy.
         """
+        stream = self._device.stream("stage")
         try:
-            return self._copy_in(memory, used, batches)
+            if used is not None:
+                used.before(stream)
+            while batches:
+                reservation, parts = batches.popleft()
+                with reservation as contents:
+                    held: dict[int, Any] = {
+                        use.page: content for use, content in zip(reservation.uses, contents, strict=True)
+                    }  # in cache slots, because weights of GPU-resident FSDP modules are not prefetched
+                    targets, sources = [], []
+                    for part in parts:
+                        begin = module.offsets[part.shard] + part.begin
+                        targets.append(memory[begin : begin + part.nbytes])
+                        sources.append(
+                            torch.frombuffer(held[part.page], dtype=torch.uint8, count=part.nbytes, offset=part.offset)
+                        )
+                    self._device.copy_all(targets, sources, stream)
+            return self._device.record_event(stream)
         except Exception as error:
             self._pager.fail(error)  # the remaining reservations are never returned, so no thread may wait for them
             raise
-
-    def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, batches: deque[_WeightBatch]) -> DeviceEvent:
-        stream = self._device.stream("stage")
-        if used is not None:
-            used.before(stream)
-        while batches:
-            reservation, parts = batches.popleft()
-            begins = [self._offsets[part.shard] + part.begin for part in parts]
-            targets = [memory[begin : begin + part.nbytes] for begin, part in zip(begins, parts, strict=True)]
-            with reservation as contents:
-                held = {use.page: content for use, content in zip(reservation.uses, contents, strict=True)}
-                sources = [bytes_of(held[part.page], part.offset, part.nbytes) for part in parts]
-                self._device.copy_all(targets, sources, stream)
-        return self._device.record_event(stream)
 
     def weights(self, fsdp_module: int) -> Mapping[int, torch.Tensor]:
         """Return the prefetched weights of an FSDP module for later work on the current stream.
@@ -172,23 +201,19 @@ class GpuPrefetcher:
         Raises:
             Exception: The error that occurred while the pages were read.
         """
-        slot = self._prefetched[fsdp_module]
-        self._filled(slot).before(self._device.current())
-        if fsdp_module not in slot.weights:
-            found = slot.weights[fsdp_module] = {}
-            for shard in self._layout.fsdp_module_shards[fsdp_module]:
-                dtype = torch_dtype(self._layout.format_of(shard).param)
-                nbytes, begin = self._layout.shards[shard].spec.padded * dtype.itemsize, self._offsets[shard]
-                found[shard] = slot.memory[begin : begin + nbytes].view(dtype)
-        return slot.weights[fsdp_module]
+        module = self.modules[fsdp_module]
+        assert module.slot is not None
+        self._filled(module.slot).before(self._device.current())
+        return module.views(module.slot)
 
     def release(self, fsdp_module: int) -> None:
         """Free the slot of an FSDP module, unless the module is kept, after the work queued on the current stream."""
-        slot = self._prefetched[fsdp_module]
-        slot.used = self._device.record_event(self._device.current())
-        if fsdp_module not in self._own:
-            del self._prefetched[fsdp_module]
-            self._free.append(slot)
+        module = self.modules[fsdp_module]
+        assert module.slot is not None
+        module.slot.used = self._device.record_event(self._device.current())
+        if module.own is None:
+            self._free.append(module.slot)
+            module.slot = None
 
     def _filled(self, slot: _Slot) -> DeviceEvent:
         """Wait until all copies into a slot have been issued.
@@ -201,16 +226,18 @@ class GpuPrefetcher:
 
     def drop(self, fsdp_module: int | None = None) -> None:
         """Discard the prefetched weights of one FSDP module, or of all (``None``), before the weights change."""
-        for index in [fsdp_module] if fsdp_module is not None else list(self._prefetched):
-            slot = self._prefetched.pop(index, None)
+        for module in self.modules if fsdp_module is None else [self.modules[fsdp_module]]:
+            slot, module.slot = module.slot, None
             if slot is not None:
                 with suppress(Exception):  # the pager stores the error and raises it at the next access
                     slot.used = slot.used or self._filled(slot)
-                if index not in self._own:
+                if module.own is None:
                     self._free.append(slot)
 
     def close(self) -> None:
         """Stop the thread and discard copies that have not started."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        self._free, self._own, self._prefetched = deque(), {}, {}
+        self._free = deque()
+        for module in self.modules:
+            module.own = module.slot = None

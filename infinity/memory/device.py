@@ -103,12 +103,11 @@ class Device:
         """Return a context manager that queues operations of the calling thread on a stream."""
         return nullcontext()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
-        target.copy_(source)
-
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream = None) -> None:
-        """Copy several tensors, as `copy` does. Dtypes must be equal. By default, use the current stream."""
+        """Copy tensors between host and device, or within the device. By default, use the current stream.
+
+        Shapes and dtypes must be equal, and host tensors contiguous.
+        """
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
@@ -239,17 +238,6 @@ class AcceleratorDevice(Device):
         """Return a context manager that queues operations of the calling thread on a stream."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy on a stream."""
-        back = self._is_host(target)
-        if back or self._is_host(source):
-            with self._lock:
-                self._copied[back] += target.nbytes
-        with self.on(stream):
-            # If the dtypes differed, `copy_` would use a temporary buffer and, on the host, would not wait for the copy
-            # into this buffer.
-            target.copy_(source.to(target.dtype), non_blocking=True)
-
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream = None) -> None:
         """Queue copies of several tensors, all in the same direction, on a stream."""
         if targets:
@@ -272,11 +260,7 @@ class AcceleratorDevice(Device):
 
     def record_event(self, stream: Stream) -> DeviceEvent:
         """Record an event on a stream, after all operations that have been queued so far."""
-        return _StreamEvent(stream.record_event(self._new_event()), stream, self)
-
-    def _new_event(self) -> Any:
-        """Return an unrecorded event, or ``None`` to use the default."""
-        return None
+        return _StreamEvent(stream.record_event(None), stream, self)
 
     def run_in_order(self, stream: Stream, function: Callable[[], None]) -> None:
         """Call a function that waits for an event of a stream, on a thread that calls one such function at a time.
@@ -338,9 +322,10 @@ class CudaDevice(AcceleratorDevice):
             mode = ctypes.c_int(_THREAD_LOCAL)
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
-    def _new_event(self) -> Any:
-        # A thread that waits for any other event spins. `torch.Event` ignores `blocking`.
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def record_event(self, stream: Stream) -> DeviceEvent:
+        """Record an event on a stream. A thread that waits for the event does not spin, as `torch.Event` would."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return _StreamEvent(stream.record_event(event), stream, self)
 
     def _memory(self) -> tuple[int, int]:
         free, total = super()._memory()

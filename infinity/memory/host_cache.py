@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from infinity.errors import BudgetError
 from infinity.hugepages import transfer_memory
 from infinity.memory.device import Device
@@ -27,7 +25,6 @@ class HostCache:
     """
 
     def __init__(self, cache_slots: int, cache_slot_bytes: int, *, device: Device) -> None:
-        self.cache_slots, self.cache_slot_bytes = cache_slots, cache_slot_bytes  # constant, as all attributes
         size = cache_slots * cache_slot_bytes
         try:
             self.memory = transfer_memory(size, device.numa_node())
@@ -35,7 +32,8 @@ class HostCache:
             raise BudgetError(
                 f"cannot allocate a host cache of {format_size(size)}: {error}; decrease memory.host_bytes"
             ) from error
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.cache_slots = [self.memory[start : start + cache_slot_bytes] for start in range(0, size, cache_slot_bytes)]
+        """Memory of each cache slot."""
         # Registered until `close`. The same thread creates and closes a host cache.
         self._pinned = device.pin(self.memory, cache_slot_bytes)
 
@@ -47,30 +45,8 @@ class HostCache:
     @property
     def nbytes(self) -> int:
         """Total size in bytes."""
-        return self.cache_slots * self.cache_slot_bytes
-
-    def view(self, cache_slot: int, nbytes: int) -> memoryview:
-        """Return the first `nbytes` bytes of a cache slot."""
-        start = cache_slot * self.cache_slot_bytes
-        return self.memory[start : start + nbytes]
-
-    def part(self, first: int, cache_slots: int) -> HostCachePart:
-        """Return the part of the host cache that starts at cache slot `first` and has `cache_slots` cache slots."""
-        return HostCachePart(self, first, cache_slots)
+        return self.memory.nbytes
 
     def close(self) -> None:
         """Unregister the memory. It is freed when the last view of it is gone."""
         self._pinned.close()
-
-
-class HostCachePart:
-    """Part of a host cache. The cache slots of each part are numbered from 0."""
-
-    def __init__(self, host_cache: HostCache, first: int, cache_slots: int) -> None:
-        self._host_cache, self._first = host_cache, first
-        self.cache_slots = cache_slots
-        """Number of cache slots. Constant."""
-
-    def view(self, cache_slot: int, nbytes: int) -> memoryview:
-        """Return the first `nbytes` bytes of a cache slot."""
-        return self._host_cache.view(self._first + cache_slot, nbytes)

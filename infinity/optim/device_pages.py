@@ -11,7 +11,7 @@ GPU-resident FSDP modules are updated in place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -87,33 +87,26 @@ class DevicePages:
         # Event after all work so far, set from `leave` until the next batch; all reservations of a batch share it
         self._left: DeviceEvent | None = None
 
-    def begin(self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[DeviceEvent]) -> Slices | None:
+    def begin(self, grads: Iterable[torch.Tensor], arrived: Sequence[DeviceEvent]) -> None:
         """Begin the update of an FSDP module.
 
         Args:
-            grads: flat gradients by shard; ``None`` if they are in pages.
+            grads: gradients that are not in pages.
             arrived: events after which the gradients are complete.
-
-        Returns:
-            The gradients by shard, each with the index of its first element in the segment; ``None`` if they are in
-            pages.
         """
         self._left = None
         stream = self._device.stream("update")
         for device_event in arrived:
             device_event.before(stream)
-        for grad in (grads or {}).values():
+        for grad in grads:
             self._device.keep(grad, stream)
-        if grads is None:
-            return None
-        return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
     def bring(self, batch: JoinedBatch, held: Mapping[int, Content], grads: Slices | None) -> list[RangePages]:
         """Start copying the pages of a batch to the GPU, and return their ranges for use in `on_stream`.
 
         Args:
             held: contents of the pages, by page. GPU-resident pages are updated in place.
-            grads: result of `begin`.
+            grads: gradients by shard; ``None`` if they are in pages.
 
         Raises:
             torch.OutOfMemoryError: if the GPU has too little memory even when no other batch is on it.

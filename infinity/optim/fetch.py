@@ -24,8 +24,7 @@ Slices = Mapping[int, tuple[int, torch.Tensor]]
 class GradientFetcher:
     """Copy gradients to the host ahead of their update, through a pinned ring buffer.
 
-    The update thread calls all methods, for one FSDP module at a time. If the model trains on the CPU, gradients are
-    used in place.
+    The update thread calls all methods, for one FSDP module at a time.
 
     Args:
         pager: waits for the device.
@@ -34,11 +33,10 @@ class GradientFetcher:
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
         # Size of a ring slot in bytes; a slot holds the gradients of one range
-        self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0
-        self._ring: list[torch.Tensor] = []  # slots of dtype uint8
-        if self._slot_bytes:
-            ring, self._pinned = transfer_bytes(device, FETCHED * self._slot_bytes, self._slot_bytes)
-            self._ring = [*ring.view(FETCHED, self._slot_bytes)]
+        self._ring: list[torch.Tensor] = []  # slots of dtype uint8; empty if no parameter is trained
+        if slot_bytes := range_gradient_bytes(layout):
+            ring, self._pinned = transfer_bytes(device, FETCHED * slot_bytes, slot_bytes)
+            self._ring = [*ring.view(FETCHED, slot_bytes)]
         self._next = 0  # slot to fill next
         self._held = 0  # slots whose gradients were taken but not released
         # Flat gradients of the current FSDP module on the device, by shard
@@ -91,7 +89,7 @@ class GradientFetcher:
             self._pinned.close()
 
     def _copy_ahead(self) -> None:
-        while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
+        while self._waiting and len(self._coming) + self._held < len(self._ring):
             self._coming.append(self._copy(self._waiting.popleft()))
 
     def _copy(self, item: Range) -> tuple[Slices, DeviceEvent]:
@@ -102,13 +100,8 @@ class GradientFetcher:
                 continue
             placed, grad = self._layout.shards[shard], self._grads[shard]
             low, high = max(placed.start, item.start), min(placed.start + placed.spec.numel, item.stop)
-            source = grad[low - placed.start : high - placed.start]
-            if self._ring:
-                slot = self._ring[self._next].view(grad.dtype)
-                target = slot[low - item.start : high - item.start]
-                self._device.copy(target, source, stream)
-                source = target
-            slices[shard] = low, source
-        if self._ring:
-            self._next = (self._next + 1) % len(self._ring)
+            target = self._ring[self._next].view(grad.dtype)[low - item.start : high - item.start]
+            self._device.copy_all([target], [grad[low - placed.start : high - placed.start]], stream)
+            slices[shard] = low, target
+        self._next = (self._next + 1) % len(self._ring)
         return slices, self._device.record_event(stream)

@@ -15,9 +15,9 @@ assumption later: when gradients of another FSDP module arrive, or when gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from mmap import PAGESIZE
 from typing import NamedTuple
 
@@ -29,16 +29,14 @@ from torch.profiler import record_function
 from infinity import interrupts, torch_private
 from infinity.content.format import HALVES, MASTER
 from infinity.content.halves import halves
-from infinity.content.layout import Layout, Page, overlapping
-from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
+from infinity.content.layout import Layout, overlapping
+from infinity.content.views import array_of, gradient_components, gradient_of, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.gradient import Edit, PagedGradient
 from infinity.memory.device import Device, DeviceEvent, Pinned, Stream, transfer_bytes
-from infinity.optim.planning import StepPlanner
-from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
+from infinity.schedule.trace import Access, Event, EventKind, Mode, Use, store_gradient_accesses
 from infinity.telemetry.ledger import Ledger
 
 _LAST_SECONDS = 5.0
@@ -182,7 +180,9 @@ class OneGradient:
 
     def record(self, edit: Edit) -> None:
         """Apply an edit immediately if the elements are held, otherwise the next time they are read."""
-        self.check()
+        if self.gone:
+            self.check()
+        self.owner.looked_at = True
         if self.held is not None and self.stored:
             self.owner.close_arrivals()
         if self.held is not None:
@@ -194,13 +194,15 @@ class OneGradient:
 
     def norm(self) -> torch.Tensor | None:
         """Return the 2-norm, or ``None`` if it is unknown."""
-        self.check()
+        if self.gone:
+            self.check()
+        self.owner.looked_at = True
         return None if self.held is not None or self.edits else self.length
 
     @property
     def there(self) -> bool:
         """``True`` if the gradient has elements that are neither consumed nor dropped."""
-        return not self.gone and (self.held is not None or self.stored)
+        return self.stored or self.held is not None
 
     def end(self, reason: str) -> None:
         """Release the elements, and make later accesses raise an error with `reason`."""
@@ -219,6 +221,37 @@ class _Unchecked(NamedTuple):
     """Event after the copy of the number of nonzero lower halves to the host."""
 
 
+class _Batch(NamedTuple):
+    """Consecutive GRAD pages of a segment that are stored together, and the slices of shards in them."""
+
+    fsdp_module: int
+    access: Access
+    """Pages of the batch. The components of each page follow one another."""
+    components: int
+    dtypes: Sequence[str]
+    """Dtype of each page."""
+    counts: Sequence[int]
+    """Number of elements of each page."""
+    slices: Sequence[tuple[int, int, slice, int, int]]
+    """For each slice of a shard: the shard, the position of the first component of its page in the access, the slice of
+    the page, and the first element and the element after the last one in the shard."""
+
+    @classmethod
+    def of(cls, layout: Layout, access: Access, components: int) -> _Batch:
+        """Return the batch of an access that `store_gradient_accesses` has returned."""
+        pages = [layout.pages[use.page] for use in access]
+        slices = []
+        for first in range(0, len(pages), components):
+            page = pages[first]
+            for shard in layout.page_shards[page.index]:
+                placed = layout.shards[shard]
+                low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
+                at = slice(low - page.start, high - page.start)
+                slices.append((shard, first, at, low - placed.start, high - placed.start))
+        dtypes = [layout.segments[page.segment].format.grads[page.component] for page in pages]
+        return cls(pages[0].fsdp_module, access, components, dtypes, [page.count for page in pages], slices)
+
+
 class Gradients:
     """Gradients of this rank, from their arrival until an update consumes them.
 
@@ -234,14 +267,12 @@ class Gradients:
         layout: Layout,
         pager: Pager,
         device: Device,
-        planner: StepPlanner,
         updates: Updates,
-        recording: Recording,
         ledger: Ledger,
         parameters: Mapping[int, nn.Parameter],
     ) -> None:
-        self._layout, self._pager, self._device, self._planner = layout, pager, device, planner
-        self._updates, self._recording, self._ledger = updates, recording, ledger
+        self._layout, self._pager, self._device, self._planner = layout, pager, device, updates.planner
+        self._updates, self._ledger = updates, ledger
         self._parameters = {shard: param for shard, param in parameters.items() if layout.shards[shard].spec.trainable}
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
@@ -270,6 +301,8 @@ class Gradients:
             memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
             self._on_host = memory.view(torch.int64)[:1]
         self._unchecked: _Unchecked | None = None
+        self._halved = {shard for shard in self._parameters if layout.format_of(shard).grads == HALVES}
+        self._batches: dict[tuple[int, int, int], Sequence[_Batch]] = {}  # results of `_batches_of`
         self._closed = False
 
     def close(self) -> None:
@@ -289,7 +322,7 @@ class Gradients:
             gradient.end(CLOSED)
         self._parameters, self._stored, self._current, self._arrivals = {}, {}, {}, {}
         self._unchecked = None
-        del self._pager, self._planner, self._updates, self._recording, self._ledger
+        del self._pager, self._planner, self._updates, self._ledger
 
     def name(self, shard: int) -> str:
         """Return the name of a parameter."""
@@ -316,7 +349,7 @@ class Gradients:
         found = None
         if local is None:
             self._drop(shard)
-        elif self._is_current(shard, local):
+        elif isinstance(local, PagedGradient) and self._is_current(shard, local):
             gradient = self._current[shard]
             gradient.arriving = False
             if gradient.held is not None:
@@ -361,14 +394,15 @@ class Gradients:
         part = self._ledger.part("python", name, name="gradients")
         with part, torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-            copied = not all(values.is_contiguous() for values in held.values())
+            copied = not all(map(torch.Tensor.is_contiguous, held.values()))
             if copied or not in_backward:
                 self._take_over(arrived, held.values())
             grads = {shard: values.reshape(-1) for shard, values in held.items()}
             if copied:
                 arrived = (self._device.record_event(self._device.current()),)
             if in_backward:
-                self._recording.gradients(fsdp_module, self.components.get(fsdp_module, 1))
+                components = self.components.get(fsdp_module, 1)
+                self._planner.recorded.append(Event(EventKind.GRADIENTS, fsdp_module, components))
                 # This may raise an error, in which case the gradients remain available
                 self._updates.begin_in_backward(fsdp_module, grads, arrived)
                 for gradient in arrivals.values():
@@ -387,7 +421,8 @@ class Gradients:
     # Operations on one gradient #
 
     def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
-        self._drop(shard)
+        if shard in self._current:
+            self._drop(shard)
         gradient = self._current[shard] = OneGradient(self, shard, values.shape)
         self._hold(gradient, values.contiguous())
         return gradient
@@ -422,7 +457,8 @@ class Gradients:
         for shard, param in self._parameters.items():
             grad = param.grad
             if grad is None:
-                self._drop(shard)
+                if shard in self._current:
+                    self._drop(shard)
                 continue
             local = torch_private.local_gradient(param)
             if self._is_current(shard, local):
@@ -460,11 +496,12 @@ class Gradients:
             return
         if gradient.gone == USED_IN_BACKWARD:
             gradient.check()
-        if gradient.there:
-            self.looked_at = True
-        self._unstore(gradient)
+        if not gradient.gone:
+            self.looked_at |= gradient.there
+            self._unstore(gradient)
+            gradient.end(DROPPED)
+        gradient.gone = DROPPED
         del self._current[shard]
-        gradient.end(DROPPED)
 
     def _unstore(self, gradient: OneGradient) -> None:
         fsdp_module = self._layout.shards[gradient.shard].fsdp_module
@@ -495,7 +532,10 @@ class Gradients:
             for fsdp_module, of_fsdp_module in self._stored.items()
         }
         for gradient in self._current.values():
-            gradient.end(USED_BY_STEP)
+            if gradient.gone:  # consumed by its update in backward
+                gradient.gone = USED_BY_STEP
+            else:
+                gradient.end(USED_BY_STEP)
         self._stored = {}
         self.looked_at = self.changed = False
         return stored
@@ -520,15 +560,13 @@ class Gradients:
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
             before = self.components.get(fsdp_module, 1)
-            added = any(shard in stored for shard in totals)
-            components = max(before, self._components_of(fsdp_module, totals, added=added, later=True))
-            self._recording.gradients(fsdp_module, components)
+            parts = self._parts_of(totals)
+            added = not stored.keys().isdisjoint(totals)
+            components = max(before, self._components_of(fsdp_module, totals, parts, added=added, later=True))
+            self._planner.recorded.append(Event(EventKind.GRADIENTS, fsdp_module, components))
             self.components[fsdp_module] = components
-            accesses = store_gradient_accesses(
-                self._layout, fsdp_module, stored=before if stored else 0, components=components
-            )
             with self._ledger.part("copy"):
-                self._walk(accesses, stored, totals, gpu_resident=self._pager.gpu_resident(fsdp_module))
+                self._copy(self._batches_of(fsdp_module, before if stored else 0, components), stored, totals, parts)
             with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
         except BaseException:  # some pages already hold sums, but others do not
@@ -544,32 +582,42 @@ class Gradients:
         # Appended, so that the dictionary keeps the order of arrival
         self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}
 
+    def _parts_of(self, values: Mapping[int, torch.Tensor]) -> dict[int, tuple[torch.Tensor, ...]]:
+        """Return the components of gradients, as flat views, by shard."""
+        found: dict[int, tuple[torch.Tensor, ...]] = {}
+        for shard, grad in values.items():
+            flat = grad.reshape(-1)
+            found[shard] = halves(flat) if shard in self._halved else (flat,)
+        return found
+
     def _components_of(
-        self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool, later: bool = False
+        self,
+        fsdp_module: int,
+        values: Mapping[int, torch.Tensor],
+        parts: Mapping[int, Sequence[torch.Tensor]],
+        *,
+        added: bool,
+        later: bool = False,
     ) -> int:
         """Return how many components are needed to store the gradients of an FSDP module exactly.
 
         Args:
+            values: gradients by shard.
+            parts: their components.
             added: whether the values are sums, for which all components are assumed to be needed.
             later: whether the result may be too small until `_check_halves` is called.
         """
-        layout = self._layout
-        if not any(layout.format_of(shard).grads == HALVES and layout.shards[shard].spec.numel for shard in values):
+        lower = [halved[1] for halved in parts.values() if len(halved) == len(HALVES) and halved[1].numel()]
+        if not lower:
             return 1
         if added or (self._device.asynchronous and self._summed) or self.components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
         # Sum on the device, so that the host waits only once
-        nonzero = sum(
-            torch.count_nonzero(halves(part)[1])
-            for segment in map(layout.segments.__getitem__, layout.fsdp_module_segments[fsdp_module])
-            if segment.format.grads == HALVES
-            for page in segment.grad_pages[0]
-            for _, _, part in self._slices(page, values)
-        )
-        if self._on_host is None or isinstance(nonzero, int):
+        nonzero = reduce(torch.add, map(torch.count_nonzero, lower))
+        if self._on_host is None:
             return len(HALVES) if nonzero else 1
         stream = self._device.current()
-        self._device.copy(self._on_host, nonzero.reshape(1), stream)
+        self._device.copy_all([self._on_host], [nonzero.reshape(1)], stream)
         unchecked = _Unchecked(fsdp_module, values, self._device.record_event(stream))
         if later and fsdp_module in self.components:
             self._unchecked = unchecked
@@ -603,56 +651,64 @@ class Gradients:
                     self._discard(unchecked.fsdp_module)
                 raise
 
-    def _walk(
+    def _batches_of(self, fsdp_module: int, stored: int, components: int) -> Sequence[_Batch]:
+        """Return the batches in which gradients are stored. For the arguments, see `store_gradient_accesses`."""
+        layout, key = self._layout, (fsdp_module, stored, components)
+        if key not in self._batches:
+            accesses = store_gradient_accesses(layout, fsdp_module, stored=stored, components=components)
+            self._batches[key] = [_Batch.of(layout, access, components) for access in accesses]
+        return self._batches[key]
+
+    def _copy(
         self,
-        accesses: Iterable[Access],
+        batches: Sequence[_Batch],
         stored: Mapping[int, OneGradient],
         totals: Mapping[int, torch.Tensor],
-        *,
-        gpu_resident: bool,
+        parts: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Add stored gradients to new gradients, and store the sums.
 
         The sums equal those of in-memory training, because adding two values is commutative.
 
         Args:
-            accesses: accesses to the GRAD pages of the FSDP module, in order.
             stored: stored gradients by shard.
             totals: new gradients by shard, which are replaced with the sums.
-            gpu_resident: whether the pages are on the GPU.
+            parts: their components.
         """
         current = self._device.current()
+        gpu_resident = bool(batches) and self._pager.gpu_resident(batches[0].fsdp_module)
         back = current if gpu_resident else self._device.stream("back")
-        for access in accesses:
-            components = len({self._layout.pages[use.page].component for use in access})
+        for batch in batches:
             targets: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
-            with self._pager.access(access, copies=partial(self._device.record_event, back)) as contents:
-                for first in range(0, len(access), components):
-                    uses = access[first : first + components]
-                    pages = [self._layout.pages[use.page] for use in uses]
-                    old = sum(use.mode.fetches for use in uses)
-                    parts = [
-                        section(content, page, self._layout, page.start, page.stop)
-                        for content, page in zip(contents[first : first + components], pages, strict=True)
-                    ]
-                    for part in parts[old:] if old else ():
-                        part.zero_()  # shards whose gradient has not arrived
-                    for shard, at, values in self._slices(pages[0], totals):
-                        fmt = self._layout.format_of(shard)
-                        if shard in stored:
-                            before = gradient_of(fmt, [part[at] for part in parts[:old]])
-                            if stored[shard].edits:
-                                before = before.clone()
-                                for edit in stored[shard].edits:
-                                    edit(before)
-                            values.add_(self._to_device(before, values))
-                        targets += [part[at] for part in parts]
-                        sources += gradient_components(fmt, values)[: len(parts)]  # only the stored components
+            with self._pager.access(batch.access, copies=partial(self._device.record_event, back)) as contents:
+                pages = list(map(array_of, contents, batch.dtypes, batch.counts))
+                for number, (_, mode) in enumerate(batch.access):
+                    if stored and not mode.fetches:
+                        pages[number].zero_()  # shards whose gradient has not arrived
+                for shard, first, at, start, stop in batch.slices:
+                    if shard not in parts:
+                        continue
+                    if shard in stored:
+                        number = sum(mode.fetches for _, mode in batch.access[first : first + batch.components])
+                        before = [page[at] for page in pages[first : first + number]]
+                        self._add(totals[shard].reshape(-1)[start:stop], stored[shard], before)
+                    for page, part in zip(pages[first : first + batch.components], parts[shard], strict=False):
+                        targets.append(page[at])
+                        sources.append(part[start:stop])
                 self._device.record_event(current).before(back)
                 self._device.copy_all(targets, sources, back)
-                for total in totals.values():
-                    self._device.keep(total, back)
+        for total in totals.values():
+            self._device.keep(total, back)
+
+    def _add(self, values: torch.Tensor, stored: OneGradient, components: Sequence[torch.Tensor]) -> None:
+        """Add a part of a stored gradient to `values`."""
+        before = gradient_of(self._layout.format_of(stored.shard), components)
+        if stored.edits:
+            before = before.clone()
+            for edit in stored.edits:
+                edit(before)
+        values.add_(self._to_device(before, values))
 
     def _to_device(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return `values` on the device of `like`.
@@ -661,8 +717,8 @@ class Gradients:
         """
         if not self._device.asynchronous:
             return values
-        copied = torch.empty(values.shape, dtype=like.dtype, device=like.device)
-        self._device.copy(copied, values, self._device.current())
+        copied = torch.empty_like(values, device=like.device)
+        self._device.copy_all([copied], [values], self._device.current())
         return copied
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
@@ -688,7 +744,8 @@ class Gradients:
             self._store(fsdp_module, {shard: gradient})
             return
         self._updates.run_pending(fsdp_module)
-        self._add_components(fsdp_module, self._components_of(fsdp_module, {shard: values}, added=False))
+        components = self._components_of(fsdp_module, {shard: values}, self._parts_of({shard: values}), added=False)
+        self._add_components(fsdp_module, components)
         self._write_pages(shard, values)
         gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
         self._stored[fsdp_module][shard] = gradient
@@ -715,13 +772,4 @@ class Gradients:
                     with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                         section(content, page, self._layout, page.start, page.stop).zero_()
         self.components[fsdp_module] = components
-        self._recording.widen(fsdp_module, components)
-
-    def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Yield (shard, slice of the page, part of the shard's flat tensor) for every shard that overlaps a page."""
-        for shard in self._layout.page_shards[page.index]:
-            if shard in flats:
-                placed = self._layout.shards[shard]
-                low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
-                flat = flats[shard].reshape(-1)[low - placed.start : high - placed.start]
-                yield shard, slice(low - page.start, high - page.start), flat
+        self._planner.widen(fsdp_module, components)

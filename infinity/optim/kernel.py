@@ -360,8 +360,10 @@ class UpdateKernel:
             param.grad = grad
             prepared.append((piece, param, states))
             if piece.shard in before:
-                scalars = {key: copied(value) for key, value in before[piece.shard].items() if key not in steps[number]}
-                runner.state[param] = {**scalars, **steps[number], **states}
+                state = runner.state[param] = {**steps[number], **states}
+                for key, value in before[piece.shard].items():
+                    if key not in state:
+                        state[key] = copied(value)
             elif self.builds and not method:
                 runner.state[param] = self.build([param], settings).state[param]
         group = {**settings, "params": [param for _, param, _ in prepared]}
@@ -374,29 +376,31 @@ class UpdateKernel:
                 getattr(self._runner, method)()
             else:
                 self._step()
-            return {piece.shard: self._take(piece, param, states) for piece, param, states in prepared}
+            return self._take(prepared)
         finally:
             runner.state.clear()
             runner.param_groups.clear()
 
-    def _take(self, piece: Piece, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> Scalars:
-        """Copy tensors that the optimizer has replaced back into the page, and return the scalar states."""
-        if param.data_ptr() != piece.master.data_ptr():
-            piece.master.copy_(param.detach().reshape(-1))  # the optimizer has replaced `p.data`
-        scalars = {}
-        for key, value in self._runner.state[param].items():
-            view = states.get(key)
-            if view is not None:
-                if value is not None and value is not view and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)  # first step, or the optimizer has replaced its state
-            elif value is not None:
-                if isinstance(value, torch.Tensor) and value.numel() != 1:
-                    raise InfinityError(
-                        f"{self.name} has created state {key!r} of shape {tuple(value.shape)}, which it did not have "
-                        "with its settings at infinity.offload; change the settings before infinity.offload"
-                    )
-                scalars[key] = value
-        return scalars
+    def _take(self, prepared: Sequence[tuple[Piece, nn.Parameter, Mapping[str, torch.Tensor]]]) -> dict[int, Scalars]:
+        """Copy tensors that the optimizer has replaced back into the pages, and return the scalar states by shard."""
+        found: dict[int, Scalars] = {}
+        for piece, param, states in prepared:
+            if param.data_ptr() != piece.master.data_ptr():
+                piece.master.copy_(param.detach().reshape(-1))  # the optimizer has replaced `p.data`
+            scalars = found[piece.shard] = {}
+            for key, value in self._runner.state[param].items():
+                view = states.get(key)
+                if view is not None:
+                    if value is not None and value is not view and value.data_ptr() != view.data_ptr():
+                        view.copy_(value)  # first step, or the optimizer has replaced its state
+                elif value is not None:
+                    if isinstance(value, torch.Tensor) and value.numel() != 1:
+                        raise InfinityError(
+                            f"{self.name} has created state {key!r} of shape {tuple(value.shape)}, which it did not "
+                            "have with its settings at infinity.offload; change the settings before infinity.offload"
+                        )
+                    scalars[key] = value
+        return found
 
 
 def _copied_steps(

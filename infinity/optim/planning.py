@@ -6,16 +6,16 @@ may be *left to* the next forward; until then, they are *pending*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan, prepend
+from infinity.schedule.planner import Plan, make_simulation, prepend
 from infinity.schedule.schedule_choice import choose_simulation, resolve_schedule
-from infinity.schedule.trace import Event
+from infinity.schedule.trace import Event, EventKind
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
 from infinity.telemetry.ledger import Ledger
 
@@ -39,34 +39,43 @@ class StepPlanner:
         wanted: value of the setting `update.schedule`.
         threaded: whether updates run on their own thread.
         exchanges: whether updates exchange data with other ranks.
+        device_limit: value of the setting `memory.device_bytes`.
     """
 
     def __init__(
         self, layout: Layout, pager: Pager, ledger: Ledger, *, cache_slots: int, wanted: str, threaded: bool,
-        exchanges: bool,
+        exchanges: bool, device_limit: int,
     ) -> None:  # fmt: skip
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self.wanted, self._threaded = cache_slots, wanted, threaded
-        self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
+        self.recording = wanted not in ("in_forward", "after_backward")
+        """``True`` until the update schedule is selected."""
+        self.schedule = "recording" if self.recording else wanted
         """Name of the update schedule, or ``recording`` until the schedule is selected."""
         self.update_schedule = UpdateSchedule()
         """Update schedule of the current step; changes only between steps."""
         self.events: tuple[Event, ...] = ()
         """Events of the step for which the current plan was made."""
+        self.recorded: list[Event] = []
+        """Events of the current step so far. Only the training thread adds events."""
+        self.device_limit = device_limit
+        """GPU memory that may be used for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, all memory
+        that is free after the first step may be used, except for a margin."""
         self.device_bytes = 0
         """GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. Set after the first step; 0 if the
         model trains on the CPU."""
         self.update_on_device = False
-        """``True`` if pages are updated on the GPU. Set before the first step."""
+        """``True`` if pages are updated on the GPU. Set when the run opens."""
         self.plan: Plan | None = None
         """Plan for steps with these events; ``None`` until the first step has been recorded."""
         self._plans: dict[Start, Plan] = {}  # plans for `events` and `update_schedule`, made on first use
 
-    @property
-    def recording(self) -> bool:
-        """``True`` until the update schedule is selected."""
-        return self.schedule == "recording"
+    def widen(self, fsdp_module: int, components: int) -> None:
+        """Change the recorded number of components of an FSDP module's stored gradients."""
+        for number, event in enumerate(self.recorded):
+            if event.kind is EventKind.GRADIENTS and event.fsdp_module == fsdp_module:
+                self.recorded[number] = event._replace(components=components)
 
     def expect(self, events: tuple[Event, ...]) -> None:
         """Prefetch pages of the first step, assuming that it will have these events.
@@ -77,7 +86,9 @@ class StepPlanner:
         # Except in these cases, the next forward consumes the gradients, whichever schedule is selected.
         at_once = self._exchanges or self.wanted == "after_backward"
         update_schedule = UpdateSchedule.of("after_backward" if at_once else "in_forward", events)
-        plan = make_plan(expand(events, self._layout, update_schedule), self._layout, self._cache_slots, quick=True)
+        plan = make_simulation(
+            expand(events, self._layout, update_schedule), self._layout, self._cache_slots, quick=True
+        ).plan
         if update_schedule.in_forward:
             plan = prepend(expand(events, self._layout, update_schedule, pending=False), plan, self._layout)
         self._pager.install(plan, guessed=True)
@@ -107,6 +118,7 @@ class StepPlanner:
         """
         if self.recording:
             self.schedule = resolve_schedule(self.wanted, events, late=late, exchanges=self._exchanges)
+            self.recording = False
             if self.wanted == "in_backward" != self.schedule:
                 raise InfinityError(
                     'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '
@@ -150,14 +162,10 @@ class StepPlanner:
         if self.plan is not None:
             self._pager.reserve_space(self.plan)  # releases the space of stored gradients that are no longer needed
 
-    def to_prefetch(self, events: Sequence[Event]) -> int:
-        """Return the FSDP module whose weights should be copied to the GPU now, or -1.
-
-        Args:
-            events: events of the current step so far.
-        """
-        last = len(events) - 1
-        if not self.update_schedule.prefetched or last >= len(self.events) or events[last] != self.events[last]:
+    def to_prefetch(self) -> int:
+        """Return the FSDP module whose weights should be copied to the GPU now, or -1."""
+        last = len(self.recorded) - 1
+        if not self.update_schedule.prefetched or self.events[last : last + 1] != (self.recorded[last],):
             return -1
         following = next_gather(self.events, last)
         fsdp_module = self.events[following].fsdp_module if following >= 0 else -1

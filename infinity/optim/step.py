@@ -28,18 +28,14 @@ from infinity.fsdp.passes import RESUME
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.heap import FreedMemory
 from infinity.memory.device import Device
-from infinity.optim.base_optimizer import BaseOptimizer
-from infinity.optim.full_parameter import FullParameters
 from infinity.optim.gradients import Gradients
 from infinity.optim.kernel import Scalars
-from infinity.optim.planning import StepPlanner
-from infinity.optim.recording import Recording
-from infinity.optim.update_thread import UpdateWorker, telling
+from infinity.optim.update_thread import telling
 from infinity.optim.updates import Updates
 from infinity.schedule.activation_pages import ActivationPages
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
-from infinity.schedule.trace import Event
+from infinity.schedule.trace import Event, EventKind
 from infinity.schedule.update_schedule import expand
 from infinity.telemetry.ledger import Ledger, StepRecord
 
@@ -91,12 +87,7 @@ class StepRunner:
     only call `look`, which waits until the lock is free.
 
     Args:
-        gpu_prefetcher: copies weights to the GPU before FSDP2 gathers them.
-        device_bytes: GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, all memory that
-            is free after the first step may be used, except for a margin.
-        update_on_device: whether pages are updated on the GPU.
         parameters: model parameters, indexed by shard.
-        whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
         activations: pages activations between forward and backward; ``None`` if they stay on the GPU.
     """
 
@@ -105,35 +96,26 @@ class StepRunner:
         layout: Layout,
         pager: Pager,
         device: Device,
-        gpu_prefetcher: GpuPrefetcher,
-        device_bytes: int,
-        update_on_device: bool,
-        planner: StepPlanner,
-        worker: UpdateWorker,
-        base_optimizer: BaseOptimizer,
+        updates: Updates,
         ledger: Ledger,
         freed: FreedMemory,
         parameters: Sequence[nn.Parameter],
-        whole: FullParameters | None = None,
         activations: ActivationPages | None = None,
     ) -> None:
         self._lock = RLock()
-        self._activations = activations
-        self._layout, self._pager, self._worker, self._base_optimizer = layout, pager, worker, base_optimizer
-        self._device, self._gpu_prefetcher, self._device_bytes = device, gpu_prefetcher, device_bytes
-        self._update_on_device = update_on_device
+        self._layout, self._pager, self._device, self._activations = layout, pager, device, activations
         self._ledger, self._freed = ledger, freed
-        self.planner = planner
-        """Planner that selects the update schedule and the plan."""
-        planner.update_on_device = update_on_device
-        self._whole = whole
-        self._recording = Recording()  # events of the current step
-        self.updates = Updates(layout, pager, device, update_on_device, planner, base_optimizer, worker, ledger, whole)
+        self.gpu_prefetcher = GpuPrefetcher(layout, pager, device)
+        """Copies weights to the GPU before FSDP2 gathers them."""
+        self.updates = updates
         """Running and pending updates."""
+        self.planner = updates.planner
+        """Planner that selects the update schedule and the plan."""
+        base_optimizer = self._base_optimizer = updates.base_optimizer
         in_memory = base_optimizer.in_memory.sharded
         self._in_memory = {layout.shards[shard].fsdp_module for shard in in_memory}  # FSDP modules
         paged = {shard: param for shard, param in enumerate(parameters) if shard not in in_memory}
-        self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, paged)
+        self._gradients = Gradients(layout, pager, device, updates, ledger, paged)
         # Parameters without optimizer state because they were frozen in `infinity.offload`, by FSDP module
         self._frozen = [
             [
@@ -170,7 +152,7 @@ class StepRunner:
         self.check_open()
         in_backward = torch_private.in_backward()
         training = self._grad_enabled or in_backward
-        first = training and not self._recording.events
+        first = training and not self.planner.recorded
         of = fsdp_module, in_backward, self._grad_enabled
         self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
         self._check_frozen(fsdp_module)
@@ -186,9 +168,9 @@ class StepRunner:
         # the module receives a second gradient, which raises an error.
         if not in_backward or torch_private.backward_number() != self._backward:
             self._check_weights(fsdp_module)
-        if in_backward and (self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)):
+        if in_backward and (self.gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)):
             self.updates.bound(_MAX_UNFINISHED_UPDATES)
-        self._recording.gather(fsdp_module)
+        self.planner.recorded.append(Event(EventKind.GATHER, fsdp_module))
         self.updates.run_pending(fsdp_module)
         return True
 
@@ -197,20 +179,20 @@ class StepRunner:
         """Note that, in a training step, the weights of an FSDP module have been copied into FSDP2's buffer."""
         self.updates.run_reduced()
         self.updates.run_due(fsdp_module)
-        following = self.planner.to_prefetch(self._recording.events)
+        following = self.planner.to_prefetch()
         wanted = following >= 0 and following not in self.updates.begun
-        if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_free_buffer(following):
+        if wanted and self.gpu_prefetcher.can_stage(following):
             self.updates.run_pending(following)
-            self._gpu_prefetcher.stage(following)
+            self.gpu_prefetcher.stage(following)
 
     @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over the gradient in `p.grad` after it was reduced. See `Gradients.take`."""
-        self.check_open()
+        if self._closed:
+            self.check_open()
         if self.planner.recording or self.planner.update_schedule.in_backward:
             self._base_optimizer.note_settings()
-        if torch_private.in_backward():
-            self._backward = torch_private.backward_number()
+        self._backward = max(self._backward, torch_private.backward_number())
         return self._gradients.take(shard, local)
 
     def _check_frozen(self, fsdp_module: int) -> None:
@@ -274,7 +256,7 @@ class StepRunner:
                 f"{method}() was called between backward and step(); call it after step() and zero_grad()"
             )
         self.flush_updates()
-        self._gpu_prefetcher.drop()  # a forward without a backward may have prefetched weights of the current mode
+        self.gpu_prefetcher.drop()  # a forward without a backward may have prefetched weights of the current mode
         with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
             self.updates.switch(method)
 
@@ -294,7 +276,8 @@ class StepRunner:
             UnsupportedError: if an assigned gradient is not a DTensor.
         """
         self._gradients.reconcile()
-        if not self.has_gradients and self._recording.has_gradients:  # all gradients were dropped
+        arrived = any(event.kind is EventKind.GRADIENTS for event in self.planner.recorded)
+        if arrived and not self.has_gradients:  # all gradients were dropped
             self._begin()
             self.planner.follow(self.planner.events, waiting=self.updates.waiting)
 
@@ -390,7 +373,7 @@ class StepRunner:
             gradients.close_arrivals()
             gradients.complete()
             updates.run_reduced()
-            events = self._recording.end()
+            events = (*self.planner.recorded, Event(EventKind.STEP))
             self._choose(events, late)
             # A failure here leaves some FSDP modules one step ahead of others, so the run cannot continue
             with telling(self._pager.fail):
@@ -418,10 +401,10 @@ class StepRunner:
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - self._base_optimizer.in_memory.absent_state_bytes
-            spare -= device_update_bytes(self._layout) if self._update_on_device else 0
-            planner.device_bytes = self._device_bytes or max(0, spare)
-        if self._whole is not None and planner.recording:
-            late = any(self._whole.ranks.collect(late))  # affects the order of updates, so all ranks must agree
+            spare -= device_update_bytes(self._layout) if planner.update_on_device else 0
+            planner.device_bytes = planner.device_limit or max(0, spare)
+        if self.updates.whole is not None and planner.recording:
+            late = any(self.updates.whole.ranks.collect(late))  # affects the order of updates, so all ranks must agree
         planner.choose(events, late)
         try:
             self._provide(events)
@@ -433,7 +416,7 @@ class StepRunner:
         if self._device.asynchronous and events != planner.events:
             trace = expand(events, self._layout, planner.update_schedule)
             traffic = link_traffic(
-                events, self._layout, planner.update_schedule, trace, update_on_device=self._update_on_device
+                events, self._layout, planner.update_schedule, trace, update_on_device=planner.update_on_device
             )
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
@@ -444,12 +427,12 @@ class StepRunner:
             torch.OutOfMemoryError: if GPU memory is exhausted.
         """
         # Before `set_gpu_resident`, so that no FSDP module has prefetched weights when it is moved.
-        self._gpu_prefetcher.provide(self.planner.update_schedule, events)
+        self.gpu_prefetcher.provide(self.planner.update_schedule, events)
         self._pager.set_gpu_resident(self.planner.update_schedule.gpu_resident)
 
     def _begin(self) -> None:
-        self._gpu_prefetcher.drop()
-        self._recording.clear()
+        self.gpu_prefetcher.drop()
+        self.planner.recorded.clear()
         self._base_optimizer.noted = None
         self._backward = -1
         self.skips = False
@@ -476,8 +459,8 @@ class StepRunner:
         Running updates continue, except that they no longer wait for other ranks if `early` is set.
         """
         self._closed = why
-        if self._whole is not None and early:
-            self._whole.end(early=True)
+        if self.updates.whole is not None and early:
+            self.updates.whole.end(early=True)
 
     def drain(self) -> None:
         """Wait for running updates and transfers, so that byte counters no longer change.
@@ -485,8 +468,8 @@ class StepRunner:
         Updates left to the next forward do not run. No further step is possible after this call.
         """
         self.updates.drain()
-        self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
-        self._worker.close()
+        self.gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
+        self.updates.stop()
         self._pager.drain()
 
     def close(self) -> None:
@@ -494,10 +477,6 @@ class StepRunner:
 
         Updates that have not begun are dropped, unless other ranks are waiting for them.
         """
-        self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
-        if self._whole is not None:
-            self._whole.end()
-            self.updates.drain()
-        self._worker.close()
+        self.gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
         self.updates.close()
         self._gradients.close()

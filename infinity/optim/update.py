@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +75,7 @@ class RangePages:
     ) -> None:
         self.segment, self.item, self.grads = segment, item, grads
         self._layout, self._held = layout, held
-        self._found: dict[str, tuple[int, int, torch.Tensor]] = {}  # last results of `_section_in_page`, by section
+        self._found: dict[str, tuple[int, int, torch.Tensor]] = {}  # last results of `_section_in_page`
 
     @classmethod
     def of(
@@ -87,12 +86,16 @@ class RangePages:
         held = [(page, contents[page.index]) for page in pages if page.index in contents]
         return cls(layout, segment, segment.ranges[position], held, grads)
 
-    def state(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""
-        if (page := self._found.get(name)) is None or not page[0] <= start < page[1]:
-            page = self._found[name] = self._section_in_page(name, start)
-        first, _, values = page
-        return values[start - first : stop - first]
+    def sections(self, names: Collection[str], cuts: Sequence[tuple[int, int, int]]) -> list[dict[str, torch.Tensor]]:
+        """Return views of unencoded sections, for each slice (shard, first, last). A slice must be in one page."""
+        views: list[dict[str, torch.Tensor]] = []
+        for _, start, stop in cuts:
+            views.append({})
+            for name in names:
+                if (page := self._found.get(name)) is None or not page[0] <= start < page[1]:
+                    page = self._found[name] = self._section_in_page(name, start)
+                views[-1][name] = page[2][start - page[0] : stop - page[0]]
+        return views
 
     def _section_in_page(self, name: str, start: int) -> tuple[int, int, torch.Tensor]:
         """Return the section in the page with element `start`, with the first element and the one after the last."""
@@ -183,7 +186,8 @@ class RangePages:
                 low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
                 parts = overlapping(self.segment.update_pages, low, high) if self.segment.whole else [(None, low, high)]
                 for _, first, last in parts:
-                    section(content, page, self._layout, first, last).copy_(self.state(MASTER, first, last))
+                    (views,) = self.sections((MASTER,), [(-1, first, last)])
+                    section(content, page, self._layout, first, last).copy_(views[MASTER])
 
 
 @dataclass
@@ -214,7 +218,7 @@ class Update:
     step: int
     grads: Mapping[int, torch.Tensor] | None = None
     arrived: Sequence[DeviceEvent] = ()
-    edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
+    edits: Mapping[int, tuple[Edit, ...]] = field(default_factory=dict)
     components: int = 0
     own: Own = field(default_factory=dict)
     whole: FullParameters | None = None
@@ -257,20 +261,21 @@ class Update:
         decoded: list[tuple[RangePages, int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
         for opened, start, stop in parts:
-            fmt = opened.segment.format
-            for shard, low, high in self._cuts(opened, start, stop):
-                views = {name: opened.state(name, low, high) for name in fmt.dtypes if name not in fmt.encoded}
+            fmt, cuts = opened.segment.format, self._cuts(opened, start, stop)
+            plain = [name for name in fmt.dtypes if name not in fmt.encoded] if fmt.encoded else fmt.dtypes
+            sections, grads = opened.sections(plain, cuts), self._gradients(opened, cuts, start, stop)
+            for (shard, low, high), views, grad in zip(cuts, sections, grads, strict=True):
                 for name in fmt.encoded:
                     values = self._buffer(name, low - start, align_up(high, SHARD_ALIGNMENT) - start)
                     opened.decode_into(name, low, values)
                     decoded.append((opened, low, name, values))
                     views[name] = values[: high - low]
                 group = self.settings[shard]
-                piece = Piece(shard, views.pop(MASTER), self._gradient(opened, shard, low, high), views)
+                piece = Piece(shard, views.pop(MASTER), grad, views)
                 by_group.setdefault(id(group), (group, []))[1].append(piece)
+                self.elements += high - low
         for group, pieces in by_group.values():
             self.after.update(self.kernel.update(pieces, group, self.before, self.own, self.method))
-            self.elements += sum(piece.master.numel() for piece in pieces)
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
 
@@ -288,7 +293,7 @@ class Update:
         placed, fmt = self.layout.shards[shard], opened.segment.format
         start, stop = placed.start, placed.start + placed.spec.numel
         views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
-        grad = self._gradient(opened, shard, start, stop)
+        (grad,) = self._gradients(opened, [(shard, start, stop)], start, stop)
         if grad is not None and grad.data_ptr() % _ALIGNED:
             grad = grad.clone()  # matrix products of unaligned tensors may be summed in a different order
         if self.whole is not None:
@@ -313,17 +318,31 @@ class Update:
             low, high = max(placed.start, start), min(placed.start + placed.spec.numel, stop)
             if shard not in self.settings or low >= high:
                 continue
-            points = [low, *(border for border in borders if low < border < high), high]
-            found += [(shard, a, b) for a, b in itertools.pairwise(points)]
+            for border in borders:
+                if low < border < high:
+                    found.append((shard, low, border))
+                    low = border
+            found.append((shard, low, high))
         return found
 
-    def _gradient(self, opened: RangePages, shard: int, low: int, high: int) -> torch.Tensor | None:
-        if self.method:
-            return None
+    def _gradients(
+        self, opened: RangePages, cuts: Sequence[tuple[int, int, int]], start: int, stop: int
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of slices (shard, first, last) of a range, which are within elements [start, stop)."""
+        if self.method or not cuts:
+            return [None] * len(cuts)
         if opened.grads is not None:
-            start, flat = opened.grads[shard]
-            return flat[low - start : high - start]
-        grad = opened.gradient(low, high)
-        for edit in self.edits.get(shard, ()):
-            edit(grad)
-        return grad
+            found = []
+            for shard, low, high in cuts:
+                first, flat = opened.grads[shard]
+                found.append(flat[low - first : high - first])
+            return found
+        whole = opened.gradient(start, stop)
+        parts = [whole[low - start : high - start] for _, low, high in cuts]
+        edits = [self.edits.get(shard, ()) for shard, _, _ in cuts]
+        # Operations such as clipping record the same edits for all gradients, so apply them in one piece
+        alike = len(set(edits)) == 1
+        for part, of_part in [(whole, edits[0])] if alike else zip(parts, edits, strict=True):
+            for edit in of_part:
+                edit(part)
+        return parts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
@@ -15,18 +15,22 @@ _CHECK_SECONDS = 0.5
 """Interval at which the training thread checks for interrupts while it waits."""
 
 
-@contextmanager
-def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
+class telling:
     """Report any exception raised in the context, including interrupts, to `failed`.
 
     This ends the run, because a partial update must not be written to a checkpoint.
     """
-    try:
-        yield
-    except BaseException as error:
-        what = f"an update was interrupted by {type(error).__name__}; resume from the last checkpoint"
-        failed(error if isinstance(error, Exception) else InfinityError(what))
-        raise
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            what = f"an update was interrupted by {type(error).__name__}; resume from the last checkpoint"
+            self._failed(error if isinstance(error, Exception) else InfinityError(what))
 
 
 class UpdateWorker:

@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -35,7 +36,7 @@ from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.device_pages import DevicePages, JoinedBatch
 from infinity.optim.fetch import GradientFetcher, Slices
 from infinity.optim.full_parameter import FullParameters
-from infinity.optim.kernel import Scalars
+from infinity.optim.kernel import Own, Scalars
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import RangePages, Update
 from infinity.optim.update_thread import UpdateWorker, telling
@@ -71,7 +72,6 @@ class Updates:
     While an update runs, only the worker's thread writes `scalars` and `elements`.
 
     Args:
-        update_on_device: whether pages are updated on the GPU.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
     """
 
@@ -80,19 +80,18 @@ class Updates:
         layout: Layout,
         pager: Pager,
         device: Device,
-        update_on_device: bool,
         planner: StepPlanner,
         base_optimizer: BaseOptimizer,
         worker: UpdateWorker,
         ledger: Ledger,
         whole: FullParameters | None = None,
     ) -> None:
-        self._whole = whole
-        self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
-        self._base_optimizer, self._worker = base_optimizer, worker
-        # Either gradients are copied to the host, or pages to the GPU. Only the worker's thread uses these objects.
-        self._fetcher = None if update_on_device else GradientFetcher(layout, device, pager)
-        self._device_pages = DevicePages(layout, device, pager) if update_on_device else None
+        self._layout, self._pager, self._ledger, self._worker = layout, pager, ledger, worker
+        self.planner, self.base_optimizer, self.whole = planner, base_optimizer, whole
+        on_device = planner.update_on_device
+        # On a GPU, either gradients are copied to the host, or pages to the GPU. Only the worker uses these objects.
+        self._fetcher = GradientFetcher(layout, device, pager) if device.asynchronous and not on_device else None
+        self._device_pages = DevicePages(layout, device, pager) if on_device else None
         self.scalars: dict[int, Scalars] = {}
         """Scalar optimizer states by shard, such as step counts. Shards that were never updated are missing."""
         self.elements = 0
@@ -121,20 +120,10 @@ class Updates:
             grads: flat gradients on the device, by shard.
             arrived: events after which the gradients are complete.
         """
-        settings, own = self._base_optimizer.noted_settings_of(grads)
-        self.begun[fsdp_module] = Update(
-            self._layout,
-            self._base_optimizer.kernel,
-            settings,
-            self.scalars,
-            self.step,
-            grads,
-            arrived,
-            own=own,
-            whole=self._whole,
-        )
+        settings, own = self.base_optimizer.noted_settings_of(grads)
+        self.begun[fsdp_module] = self._new_update(settings, own, grads=grads, arrived=arrived)
         self._reduced = fsdp_module
-        if not self._planner.update_schedule.overlapped:
+        if not self.planner.update_schedule.overlapped:
             self.run_reduced()
 
     def run_reduced(self) -> None:
@@ -148,7 +137,7 @@ class Updates:
 
     def finish(
         self,
-        stored: Mapping[int, Mapping[int, Sequence[Edit]]],
+        stored: Mapping[int, Mapping[int, tuple[Edit, ...]]],
         components: Mapping[int, int],
         events: Sequence[Event],
     ) -> None:
@@ -159,23 +148,16 @@ class Updates:
                 by shard.
             components: number of stored gradient components by FSDP module.
         """
-        self._due = self._planner.next_schedule(stored).due(events)
-        settings = self._base_optimizer.settings_of(shard for edits in stored.values() for shard in edits)
-        own = self._base_optimizer.kernel.own()
+        self._due = self.planner.next_schedule(stored).due(events)
+        settings = self.base_optimizer.settings_of(chain.from_iterable(stored.values()))
+        own = self.base_optimizer.kernel.own()
         for fsdp_module, edits in stored.items():
-            self._pending[fsdp_module] = Update(
-                self._layout,
-                self._base_optimizer.kernel,
-                {shard: settings[shard] for shard in edits},
-                self.scalars,
-                self.step,
-                edits=edits,
-                components=components[fsdp_module],
-                own=own,
-                whole=self._whole,
+            of_module = {shard: settings[shard] for shard in edits}
+            self._pending[fsdp_module] = self._new_update(
+                of_module, own, edits=edits, components=components[fsdp_module]
             )
         self.end_step()
-        self._base_optimizer.kernel.advance()
+        self.base_optimizer.kernel.advance()
         for fsdp_module in update_order(self._pending):
             if fsdp_module not in self._due.values():
                 self.run_pending(fsdp_module)
@@ -218,8 +200,16 @@ class Updates:
         while len(self._submitted) > most:
             self._pager.wait_for_job(self._submitted.popleft(), "update")
 
+    def stop(self) -> None:
+        """Stop the worker. Updates that have not begun are dropped."""
+        self._worker.close()
+
     def close(self) -> None:
-        """Release the buffer for gradients. The worker must have stopped."""
+        """Stop the worker after the updates that other ranks are waiting for, and release the buffer for gradients."""
+        if self.whole is not None:
+            self.whole.end()
+            self.drain()
+        self.stop()
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -238,21 +228,22 @@ class Updates:
         Args:
             method: one of `MODES`.
         """
-        kernel = self._base_optimizer.kernel
+        kernel = self.base_optimizer.kernel
         with telling(self._pager.fail):  # a failure leaves pages in different modes, so the run cannot continue
             for fsdp_module, shards in enumerate(self._layout.fsdp_module_shards):
-                if self._base_optimizer.in_memory.sharded.keys().isdisjoint(shards):
+                if self.base_optimizer.in_memory.sharded.keys().isdisjoint(shards):
                     trained = [shard for shard in shards if self._layout.shards[shard].spec.trainable]
-                    update = Update(
-                        self._layout, kernel, self._base_optimizer.settings_of(trained), self.scalars, self.step,
-                        own=kernel.own(), whole=self._whole, method=method,
-                    )  # fmt: skip
-                    self._run(fsdp_module, update, planned=False)
+                    settings = self.base_optimizer.settings_of(trained)
+                    self._run(fsdp_module, self._new_update(settings, kernel.own(), method=method), planned=False)
             self.drain()
             self._pager.transfers.check()  # after a failure, some pages are in the earlier mode
             kernel.advance(method)
 
     # Execution of one update #
+
+    def _new_update(self, settings: Mapping[int, Mapping[str, Any]], own: Own, **inputs: Any) -> Update:
+        kernel, whole = self.base_optimizer.kernel, self.whole
+        return Update(self._layout, kernel, settings, self.scalars, self.step, own=own, whole=whole, **inputs)
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
@@ -317,8 +308,10 @@ class Updates:
     ) -> None:
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
+        if update.grads is not None:
+            grads = {shard: (self._layout.shards[shard].start, grad) for shard, grad in update.grads.items()}
         if there is not None:
-            grads = there.begin(update.grads, update.arrived)
+            there.begin((update.grads or {}).values(), update.arrived)
         elif fetcher is not None and update.grads is not None:
             items = [segment.ranges[position] for batch in batches for segment, position in batch.ranges]
             fetcher.begin(update.grads, update.arrived, items)

@@ -23,7 +23,6 @@ from infinity.fsdp.attach import Attachment
 from infinity.fsdp.saved_activations import SavedActivations
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.fsdp.staging import GpuPrefetcher
 from infinity.models.sharding import reject_resizing
 from infinity.models.weight_source import noted_weights
 from infinity.optim.base_optimizer import BaseOptimizer
@@ -33,6 +32,7 @@ from infinity.optim.multi_optimizer import Optimizers, name_of
 from infinity.optim.slicing_check import make_kernel
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
+from infinity.optim.updates import Updates
 from infinity.ranks import Ranks
 from infinity.run import open_runs
 from infinity.run.checkpointing import Checkpointer, describe, make_checkpoint_writer
@@ -239,10 +239,11 @@ def _attach(
         run.undo.push(full.close)
     parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
     base_optimizer = BaseOptimizer(optimizer, parameters, kernel, sharded.ignored, sharded.shards_in_memory)
-    gpu_prefetcher = GpuPrefetcher(run.layout, run.pager, run.device)
+    updates = Updates(
+        run.layout, run.pager, run.device, run.planner, base_optimizer, run.worker, run.ledger, full
+    )  # fmt: skip
     runner = StepRunner(
-        run.layout, run.pager, run.device, gpu_prefetcher, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, base_optimizer, run.ledger, run.freed, parameters, full, run.activations,
+        run.layout, run.pager, run.device, updates, run.ledger, run.freed, parameters, run.activations
     )  # fmt: skip
     run.undo.push(runner.close)
     # One parameter and its states can always be loaded, for example to save them.
@@ -252,7 +253,7 @@ def _attach(
     )
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2, largest)
     shards = ShardIO(
-        run.layout, run.pager, run.device, gpu_prefetcher, runner, run.ledger,
+        run.layout, run.pager, run.device, runner.gpu_prefetcher, runner, run.ledger,
         load_limit=load_limit, allow_new_versions=run.store.allow_edits,
     )  # fmt: skip
     run.undo.push(shards.close)

@@ -27,7 +27,7 @@ from infinity.heap import FreedMemory
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
 from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.device import open_device
-from infinity.memory.host_cache import HostCache, HostCachePart
+from infinity.memory.host_cache import HostCache
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update_thread import UpdateWorker
 from infinity.peer_failures import Peers
@@ -115,6 +115,7 @@ class Run:
                 ranks.together("choosing where updates run", self._choose_update_device)
             )
             """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
+            self.planner.update_on_device = self.updates_on_device
         except BaseException as error:
             told = isinstance(error, Exception)  # already reported by `together`, unlike an interrupt
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
@@ -214,7 +215,7 @@ class Run:
             if activation_space is not None:
                 activation_space.changed = changed
             timeout = settings.storage.timeout_seconds
-            cache_slots = host_cache.part(0, budget.cache_slots)
+            cache_slots = host_cache.cache_slots[: budget.cache_slots]
             self.pager = pager = Pager(
                 layout, cache_slots, self.device, store, ledger, timeout=timeout, failed=self.peers.report
             )
@@ -222,19 +223,19 @@ class Run:
             self.activations: ActivationPages | None = None
             """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
             if budget.activation_cache_slots:
-                further = host_cache.part(budget.cache_slots, budget.activation_cache_slots)
+                further = host_cache.cache_slots[budget.cache_slots :]
                 self.activations = self._open_activations(further, activation_space)
             self.worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(self.worker.close)
         self.planner = StepPlanner(
             layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule,
-            threaded=self.worker.threaded, exchanges=self._exchanges,
+            threaded=self.worker.threaded, exchanges=self._exchanges, device_limit=settings.memory.device_bytes,
         )  # fmt: skip
         for role in set(Role) - {Role.ACTIVATION}:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(host_cache.nbytes)
 
-    def _open_activations(self, host_cache: HostCachePart, space: UnnamedSpace | None) -> ActivationPages:
+    def _open_activations(self, slots: Sequence[memoryview], space: UnnamedSpace | None) -> ActivationPages:
         """Create the pages for activations, in cache slots and, if `space` is given, in files."""
         store, settings = None, self.settings.storage
         if space is not None:
@@ -256,7 +257,7 @@ class Run:
             space.unname()
             self.undo.push(store.close)
         activations = ActivationPages(
-            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, self.pager.transfers,
+            slots, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, self.pager.transfers,
             self.ledger, timeout=settings.timeout_seconds,
         )  # fmt: skip
         self.undo.push(partial(self._drain, activations))

@@ -88,8 +88,8 @@ def _seconds_on_device(device: Device) -> float:
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
-        device.copy(there, host, stream)
-        device.copy(host, there, stream)
+        device.copy_all([there], [host], stream)
+        device.copy_all([host], [there], stream)
         if not device.wait(device.record_event(stream), _PATIENCE):
             # The memory stays registered, because the device may still access it.
             raise StallError(f"the device did not copy {_COPIED} bytes within {_PATIENCE:.0f} s")

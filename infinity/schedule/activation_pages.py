@@ -15,7 +15,6 @@ from infinity.content.layout import Page
 from infinity.content.views import bytes_of
 from infinity.errors import BudgetError
 from infinity.memory.device import Device, DeviceEvent
-from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
 from infinity.schedule.cache_slots import CacheSlots
 from infinity.schedule.stack import SPARE_CACHE_SLOTS, activation_page, page_lengths
@@ -70,6 +69,7 @@ class ActivationPages:
     `Transfers`.
 
     Args:
+        slots: memory of the cache slots.
         store: store to which pages are written. If ``None``, all pages must fit into the cache slots.
         shares: stripe weights of the store's NVMe paths.
         timeout: maximum duration of a wait, in seconds.
@@ -77,7 +77,7 @@ class ActivationPages:
 
     def __init__(
         self,
-        host_cache: HostCachePart,
+        slots: Sequence[memoryview],
         page_bytes: int,
         device: Device,
         store: PageReaderWriter | None,
@@ -95,7 +95,7 @@ class ActivationPages:
         """Number of bytes in pages that are assigned to each path."""
         self._pages: list[Page] = []
         """All pages, by number. The list grows to the peak number of pages in use."""
-        self._cache_slots = CacheSlots(self._pages, host_cache)
+        self._cache_slots = CacheSlots(self._pages, slots)
         self._cache = Cache(
             self._cache_slots, transfers, store, observer,
             timeout=timeout, device=device, named=False,
@@ -118,7 +118,7 @@ class ActivationPages:
         """Pages that stay in their cache slots because they have not been written, oldest first."""
         self._claimed: set[int] = set()
         """Pages that have been requested because backward needs them soon."""
-        self._most = host_cache.cache_slots - SPARE_CACHE_SLOTS
+        self._most = len(slots) - SPARE_CACHE_SLOTS
         """Maximum number of pages that stay in their cache slots at the same time. Constant."""
         self.traffic = ActivationTraffic()
         """Traffic of the last step, which serves as the prediction for similar steps. Changed by `end_step`."""
@@ -162,7 +162,7 @@ class ActivationPages:
                 self._unwritten[page] = None
                 self._used = max(self._used, self._cache_slots.count - len(self._cache_slots.free))
             (memory,) = self._cache.contents(use)
-            self._device.copy(bytes_of(memory)[: len(part)], part, stream)
+            self._device.copy_all([bytes_of(memory)[: len(part)]], [part], stream)
             device_event = self._device.record_event(stream)
             with self._transfers.lock:
                 self._cache.release(use, device_event)
@@ -208,7 +208,7 @@ class ActivationPages:
                 self._cache.acquire(use, threaded=False)
             part = into[number * self._page_bytes : (number + 1) * self._page_bytes]
             (memory,) = self._cache.contents(use)
-            self._device.copy(part, bytes_of(memory)[: len(part)], stream)
+            self._device.copy_all([part], [bytes_of(memory)[: len(part)]], stream)
             device_event = self._device.record_event(stream)
             with self._transfers.lock:
                 self._cache.release(use, device_event)

@@ -15,14 +15,15 @@ again: streaming pages first, resident pages last.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, StallError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.cache_slots import CacheSlots, PageState
-from infinity.schedule.copies import Copies
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, Transfers
 from infinity.telemetry.ledger import Ledger
@@ -31,13 +32,15 @@ _WRITTEN_BACK = 4
 """Number of dirty pages that are written back concurrently when a cache slot is needed. A single page would free a
 slot; more pages keep the drive busy.
 """
+_CHECKS = 20
+"""Number of checks of the watchdog within the time limit."""
 
 
 class Cache:
     """Moves pages between cache slots and the store.
 
-    The caller of every method except `drain` and `contents` must hold the lock. All attributes are protected by the
-    lock.
+    The caller of every method except `drain`, `close` and `contents` must hold the lock. All attributes are protected
+    by the lock.
 
     Between `acquire` and `release`, the pages of an access are pinned: their content is in memory, and no other thread
     evicts them. `claim` and `release_claim` declare which pages the window of a plan needs in memory, and `prefetch`
@@ -94,8 +97,15 @@ class Cache:
         """Number of threads that are waiting for a cache slot in `acquire`. An equal number of free cache slots is set
         aside for these threads and not available to prefetches.
         """
-        self.copies = Copies(transfers, self._end_copy, device=device, timeout=timeout)
-        """Copies of pages to or from a device. The pages stay pinned until their copy has ended."""
+        self._device, self._timeout = device, timeout
+        self.copies = 0
+        """Number of copies of pages to or from a device that are in flight. The pages stay pinned until their copy has
+        ended.
+        """
+        self._watchdog: threading.Thread | None = None
+        """Thread that fails the run if the device does not respond. Started with the first copy."""
+        self._closed = threading.Event()
+        """Set by `close`, after which the end of a copy is ignored."""
 
     # Uses #
 
@@ -186,20 +196,58 @@ class Cache:
                 state.dirty = True
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
-                self._discard_stored(use.page)  # a write may still be in flight, see `PageStore._writing`
+                if self._store is not None:
+                    self._store.discard(use.page)  # a write may still be in flight, see `PageStore._writing`
         if pending is not None:
-            self.copies.add(pending, uses)
+            self._begin_copy(pending, uses)
 
-    def _end_copy(self, uses: Access) -> None:
-        self._returned += 1
-        for use in uses:
-            state = self._cache_slots.pages[use.page]
-            state.landing -= use.mode.modifies
-            state.leaving -= not use.mode.modifies
-            state.pins -= 1
-            if self.eager:
-                self.evict(use.page)
-        self.prefetch()
+    # Copies. Threads of the device wait for the events, without holding the lock, so cache slots become free regardless
+    # of the activity of other threads.
+
+    def _begin_copy(self, device_event: DeviceEvent, uses: Access) -> None:
+        """Track a copy of the pages of an access. The copy ends when the device passes the event."""
+        self.copies += 1
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._watch, name="infinity-watchdog", daemon=True)
+            self._watchdog.start()
+        device_event.then(partial(self._end_copy, uses))
+
+    def _end_copy(self, uses: Access, error: Exception | None) -> None:
+        with self._transfers.lock:
+            if self._closed.is_set():
+                return
+            if error is not None:  # raised by the device; the pages stay pinned because it may still use them
+                self._transfers.fail(error)
+                return
+            self.copies -= 1
+            self._transfers.copied = time.perf_counter()
+            self._returned += 1
+            for use in uses:
+                state = self._cache_slots.pages[use.page]
+                state.landing -= use.mode.modifies
+                state.leaving -= not use.mode.modifies
+                state.pins -= 1
+                if self.eager:
+                    self.evict(use.page)
+            self.prefetch()
+            self._transfers.lock.notify_all()
+
+    def _watch(self) -> None:
+        progress, quiet = -1, 0  # `quiet` is the number of checks since the last progress
+        while not self._closed.wait(self._timeout / _CHECKS):
+            with self._transfers.lock:
+                quiet = quiet + 1 if self.copies and self._device.progress == progress else 0
+                progress = self._device.progress
+                if quiet >= _CHECKS:
+                    self._transfers.fail(StallError(f"waited {self._timeout:.0f} s for the device to copy pages"))
+
+    def close(self) -> None:
+        """End all threads, and ignore copies that are still in flight. Must be called without the lock."""
+        with self._transfers.lock:
+            self._closed.set()
+        if self._watchdog is not None:
+            self._watchdog.join()
+        self._device.end_threads()
 
     def acquire_reservation(self, uses: Access, *, threaded: bool, ordered: Container[int]) -> None:
         """Acquire the pages of a reservation. They will be released without any action by the training thread."""
@@ -231,7 +279,8 @@ class Cache:
         state.dirty = False
         if state.cache_slot >= 0 and not state.pins:
             self._release_cache_slot(page)
-        self._discard_stored(page)
+        if self._store is not None:
+            self._store.discard(page)
 
     # Window of the plan #
 
@@ -333,7 +382,7 @@ class Cache:
         `Transfers.wait`.
         """
         # A page must not be written to the store while a device is still copying into its cache slot.
-        self._transfers.wait(lambda: not self.copies.pending, "copy", -1)
+        self._transfers.wait(lambda: not self.copies, "copy", -1)
         while True:
             self._transfers.check()
             for page in self._cache_slots.holders():
@@ -395,7 +444,7 @@ class Cache:
             # Evict pages that the plan needs, or give up, only if no cache slot will become free without action by this
             # thread. Otherwise the plan would lose pages depending on timing, and the step would read more bytes than
             # predicted.
-            idle = not (self._writes or self._held_reservations or self.copies.pending or self._reads_in_vain())
+            idle = not (self._writes or self._held_reservations or self.copies or self._reads_in_vain())
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
                     f"all {cache_slots.count} cache slots of the host cache are in use at the same time; "
@@ -412,7 +461,7 @@ class Cache:
 
     def wait_for_cache_slot(self) -> bool:
         """Wait until the end of a copy may have freed a cache slot. Return ``False`` if no copy is in flight."""
-        if not self.copies.pending:
+        if not self.copies:
             return False
         self._wait(partial(self._may_have_cache_slot, self._returned), "host_cache", -1, threaded=False)
         return True
@@ -435,17 +484,13 @@ class Cache:
         """
         with self._transfers.lock:
             self.drop_claims()
-            self._transfers.drain(lambda: not self.copies.pending)
-            done = not self.copies.pending
-        self.copies.close()
+            self._transfers.drain(lambda: not self.copies)
+            done = not self.copies
+        self.close()
         return done
 
     def _is_stored(self, page: int) -> bool:
         return self._store is not None and self._store.has(page)
-
-    def _discard_stored(self, page: int) -> None:
-        if self._store is not None:
-            self._store.discard(page)
 
     # Transfers #
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from infinity.content.format import Role
 from infinity.content.layout import Page
-from infinity.memory.host_cache import HostCachePart
 
 _NOTHING = memoryview(b"")
 
@@ -68,19 +67,20 @@ class CacheSlots:
 
     Args:
         pages: all pages, by number. To add pages later, extend this sequence and call `grow`.
+        slots: memory of the cache slots.
     """
 
-    def __init__(self, pages: Sequence[Page], host_cache: HostCachePart) -> None:
-        self._known, self._host_cache = pages, host_cache
-        self.count = host_cache.cache_slots
+    def __init__(self, pages: Sequence[Page], slots: Sequence[memoryview]) -> None:
+        self._known, self._slots = pages, slots
+        self.count = len(slots)
         """Total number of cache slots. Constant."""
         self.pages = [PageState() for _ in pages]
         """State of each page, by page number. `grow` adds states."""
-        self.free = list(range(host_cache.cache_slots))[::-1]
+        self.free = list(range(len(slots)))[::-1]
         """Free cache slots. The last one in the list is assigned next."""
         self._held_bytes = dict.fromkeys(Role, 0)
         """Bytes of the pages that have a cache slot, by role. Changed by `assign` and `release`."""
-        self._page_of = [-1] * host_cache.cache_slots
+        self._page_of = [-1] * len(slots)
         """Page in each cache slot, or -1 if the slot is free. Changed by `assign` and `release`."""
 
     def grow(self) -> None:
@@ -99,7 +99,7 @@ class CacheSlots:
         """Assign a free cache slot to a page that has no cache slot."""
         cache_slot = self.free.pop()
         state = self.pages[page]
-        state.cache_slot, state.content = cache_slot, self._host_cache.view(cache_slot, self._known[page].nbytes)
+        state.cache_slot, state.content = cache_slot, self._slots[cache_slot][: self._known[page].nbytes]
         self._held_bytes[self._known[page].role] += self._known[page].nbytes
         self._page_of[cache_slot] = page
 

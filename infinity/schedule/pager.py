@@ -6,8 +6,7 @@ lists the threads that take it):
     Pager --> Cursor --> Cache --> CacheSlots   cache slot of each page, and the reasons to keep the page there
       |                   |
       |                   +------> Transfers    transfers in flight, waiting threads, the first error
-      |                   |
-      |                   +------> Copies       copies by the device
+      |
       +--> GpuResidentPages                     pages of GPU-resident FSDP modules
 
 `Cache` acquires, releases, prefetches, writes back and evicts pages. `Cursor` knows which pages the plan needs next.
@@ -43,7 +42,6 @@ from infinity.content.layout import Layout, Page
 from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
 from infinity.memory.device import Device, DeviceEvent
-from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
 from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.cursor import Cursor, PlannedAccess
@@ -75,6 +73,8 @@ class Reservation:
     """
 
     pager: Pager
+    holder: Cache | GpuResidentPages
+    """Object that holds the pages. It changes only while none of them is in use or reserved."""
     uses: Access
     """The pages and their modes, in the form that `Pager.access` expects."""
     cursor: Cursor | None
@@ -112,6 +112,7 @@ class Pager:
     training thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
+        slots: memory of the cache slots.
         observer: receiver of telemetry. It is called with the lock held.
         timeout: maximum duration of a wait, in seconds.
         failed: function that is called once, with the first error, from any thread and with the lock held. It must not
@@ -121,7 +122,7 @@ class Pager:
     def __init__(
         self,
         layout: Layout,
-        host_cache: HostCachePart,
+        slots: Sequence[memoryview],
         device: Device,
         store: PageReaderWriter,
         observer: Ledger,
@@ -132,7 +133,7 @@ class Pager:
         self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
         self._store = store
         self.transfers = Transfers(observer, timeout=timeout, failed=failed)
-        self._cache_slots = CacheSlots(layout.pages, host_cache)
+        self._cache_slots = CacheSlots(layout.pages, slots)
         self._cache = Cache(self._cache_slots, self.transfers, store, observer, timeout=timeout, device=device)
         self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
         self._plan: Plan | None = None
@@ -186,7 +187,7 @@ class Pager:
             raise
         try:
             interrupts.end()
-            yield self._contents(uses)
+            yield [*holder.contents(uses)]
         finally:
             self._release(uses, holder, cursor, copies() if copies else None)
 
@@ -218,7 +219,8 @@ class Pager:
         """
         with self.transfers.lock:
             self.transfers.check()
-            cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
+            holder = self._holder(uses)
+            cursor = self._follow(uses) if planned and holder is self._cache else None
             access = cursor.take(uses) if cursor is not None else None
             self.reservations += 1
             states = [self._cache_slots.pages[use.page] for use in uses]
@@ -228,8 +230,8 @@ class Pager:
             for state in states:
                 state.reservations += 1
         return Reservation(
-            pager=self, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded, copies=copies,
-            ordered=ordered,
+            pager=self, holder=holder, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded,
+            copies=copies, ordered=ordered,
         )  # fmt: skip
 
     def reserve_space(self, plan: Plan) -> None:
@@ -477,7 +479,8 @@ class Pager:
         """Acquire pages for the training thread. Return their holder, and the cursor if the access follows the plan."""
         with self.transfers.lock:
             self.transfers.check()
-            cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
+            holder = self._holder(uses)
+            cursor = self._follow(uses) if planned and holder is self._cache else None
             # The window cannot advance past an outstanding reservation. An access outside the window must wait for the
             # reservation: if its pages were read on demand, they would take cache slots that the plan has assigned to
             # other pages, and the number of bytes per step would depend on the speed of updates.
@@ -487,7 +490,6 @@ class Pager:
                 state = self._cache_slots.pages[use.page]
                 if state.reservations:
                     self.transfers.wait(lambda state=state: not state.reservations, "update", use.page)  # type: ignore[misc]
-            holder = self._holder(uses)
             holder.acquire(uses, threaded=False)
             return holder, cursor
 
@@ -511,8 +513,10 @@ class Pager:
         uses = item.uses
         with self.transfers.lock:
             for use, before in zip(uses, item.earlier, strict=False):
-                left = partial(_has_returned, self._cache_slots.pages[use.page], before)
-                self.transfers.wait(left, "update", use.page, threaded=item.threaded)
+                state = self._cache_slots.pages[use.page]
+                if state.returned < before:
+                    left = partial(_has_returned, state, before)
+                    self.transfers.wait(left, "update", use.page, threaded=item.threaded)
             if item.earlier and item.cursor is not None and item.access is not None:
                 # This wait cannot deadlock: the oldest unfinished access is always inside the window and can therefore
                 # run, and when it ends the window advances, until it reaches this access.
@@ -522,8 +526,8 @@ class Pager:
                     self.transfers.wait(reached, "update", uses[0].page, threaded=item.threaded)
                 finally:
                     self._waiting -= 1
-            self._holder(uses).acquire_reservation(uses, threaded=item.threaded, ordered=item.ordered)
-        return self._contents(uses)
+            item.holder.acquire_reservation(uses, threaded=item.threaded, ordered=item.ordered)
+        return [*item.holder.contents(uses)]
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
         return cursor is not self._cursor or cursor.reaches(access.position)
@@ -535,7 +539,7 @@ class Pager:
                 state = self._cache_slots.pages[use.page]
                 state.reservations -= 1
                 state.returned += 1
-            self._holder(item.uses).release_reservation(item.uses, device_event)
+            item.holder.release_reservation(item.uses, device_event)
             self._end(item.uses, item.cursor, item.access)
             self.transfers.lock.notify_all()
 
@@ -544,9 +548,6 @@ class Pager:
         reserved.
         """
         return self._gpu_resident_pages if self._gpu_resident_pages.has(uses) else self._cache
-
-    def _contents(self, uses: Access) -> list[Content]:
-        return [*self._holder(uses).contents(uses)]
 
     def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         """Advance the window after an access has ended. Off the plan, only evict consumed pages.

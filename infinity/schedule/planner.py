@@ -125,8 +125,9 @@ class Plan:
     example, if the prefix has 2 accesses and the trace has 10, positions 2 and 12 both refer to the first access of the
     trace.
 
-    Life cycle: `make_plan` creates a plan from the trace of a step. `prepend` adds a prefix if other accesses precede
-    the next step. The pager then follows the plan until the trace of the steps changes and another plan replaces it.
+    Life cycle: `make_simulation` creates a plan from the trace of a step. `prepend` adds a prefix if other accesses
+    precede the next step. The pager then follows the plan until the trace of the steps changes and another plan
+    replaces it.
     """
 
     prefix: tuple[Access, ...]
@@ -207,7 +208,7 @@ def least_cache_slots(widest: int) -> int:
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(
+def make_simulation(
     trace: Sequence[Access],
     layout: Layout,
     cache_slots: int,
@@ -215,8 +216,8 @@ def make_plan(
     threaded: bool = False,
     prefetched: StagedComputation | None = None,
     quick: bool = False,
-) -> Plan:
-    """Return a plan for the accesses of a step.
+) -> Simulation:
+    """Return a plan for the accesses of a step, together with its simulation.
 
     Args:
         trace: accesses of one step.
@@ -229,21 +230,6 @@ def make_plan(
     Raises:
         BudgetError: if `cache_slots` is less than `least_cache_slots`.
     """
-    return make_simulation(
-        trace, layout, cache_slots, threaded=threaded, prefetched=prefetched, quick=quick
-    ).plan  # fmt: skip
-
-
-def make_simulation(
-    trace: Sequence[Access],
-    layout: Layout,
-    cache_slots: int,
-    *,
-    threaded: bool = False,
-    prefetched: StagedComputation | None = None,
-    quick: bool = False,
-) -> Simulation:
-    """Return the simulation of the plan that `make_plan` returns, with all values that the search has computed."""
     cycle = Cycle(trace, layout)
     timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
     best = _best_draft(cycle, timing, cache_slots, quick=quick)
@@ -251,7 +237,7 @@ def make_simulation(
 
 
 def _best_draft(cycle: Cycle, timing: Timing, cache_slots: int, *, quick: bool) -> _SimulatedDraft:
-    """Return the best candidate for a trace. See `make_plan`."""
+    """Return the best candidate for a trace. See `make_simulation`."""
     widest, layout = max((len(access) for access in cycle.trace), default=1), cycle.layout
     # The result depends only on the arguments, never on a clock, a measurement or the iteration order of a set.
     # Therefore the traffic of a step is known before the step runs, and a resumed run gets the same plan as before.
@@ -304,8 +290,11 @@ class _Draft:
     """Uses after which the page stays in memory until its next use."""
     keeping: int
     """Maximum number of pages that are kept at the same time."""
-    moves: Moves
-    """Transfers of a steady step."""
+
+    @cached_property
+    def moves(self) -> Moves:
+        """Transfers of a steady step."""
+        return self.cycle.moves(self.reach, self.resident, self.kept)
 
 
 def _drafts(cycle: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
@@ -350,7 +339,6 @@ def _draft(cycle: Cycle, cache_slots: int, streaming: int, room: int, reach: Seq
         resident=resident,
         kept=kept,
         keeping=keeping,
-        moves=cycle.moves(reach, resident, kept),
     )
 
 
@@ -374,17 +362,15 @@ def _refined(draft: _Draft) -> _Draft:
 
 
 def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
-    reach, none = cycle.windows_of_all(), frozenset[int]()
     return _Draft(
         cycle=cycle,
         cache_slots=cache_slots,
         streaming=0,
         room=0,
-        reach=reach,
+        reach=cycle.windows_of_all(),
         resident=cycle.used,
-        kept=none,
+        kept=frozenset(),
         keeping=0,
-        moves=cycle.moves(reach, cycle.used, none),
     )
 
 
@@ -401,7 +387,6 @@ def _draft_of(plan: Plan, layout: Layout) -> _Draft:
         resident=plan.resident,
         kept=kept,
         keeping=plan.kept.cache_slots,
-        moves=cycle.moves(plan.reach, plan.resident, kept),
     )
 
 

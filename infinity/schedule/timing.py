@@ -130,21 +130,8 @@ class OtherResources:
         Args:
             factor: number of new units per current unit, for example bytes per second.
         """
-        return replace(
-            self,
-            updates=factor * self.updates,
-            weights=factor * self.weights,
-            gradients=factor * self.gradients,
-            read=factor * self.read,
-            changed=factor * self.changed,
-            gathering=factor * self.gathering,
-            reducing=factor * self.reducing,
-            verifying=factor * self.verifying,
-            hashing=factor * self.hashing,
-            launching=factor * self.launching,
-            per_access=factor * self.per_access,
-            per_page=factor * self.per_page,
-        )
+        times = {name: factor * value for name, value in vars(self).items() if name != "update_limit"}
+        return replace(self, **times)
 
     @property
     def linked(self) -> bool:

@@ -5,7 +5,7 @@ in `CacheSlots`, in `Cache`, in `Cursor` and in reservations. The following thre
 thread, the update thread, the thread that copies to a device, the threads that wait for such copies, the thread that
 listens to other ranks, and the threads of the store when a transfer ends. The lock is reentrant, because a read may end
 before the store's `read` method returns. No thread copies page content or waits for a device while it holds the lock.
-See `Copies`.
+See `Cache.release`.
 
 [Note: late ranks] The time limit applies to operations of this rank: to transfers, and to updates, which usually do not
 depend on other ranks. The exception is an update that needs a full parameter. During the exchange of this parameter, it
@@ -77,13 +77,13 @@ class _Lock(Condition):
     def __enter__(self) -> bool:
         interrupts.begin()
         try:
-            return super().__enter__()
+            return self.acquire()
         except BaseException:
             interrupts.end()
             raise
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[arg-type]
+        self.release()
         interrupts.end()
 
 

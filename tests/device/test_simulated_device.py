@@ -35,10 +35,10 @@ def test_events_order_a_copy_and_its_readers(simulated: Simulation) -> None:
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
     host.fill_(7)
-    device.copy(there, host, device.stream("stage"))
+    device.copy_all([there], [host], device.stream("stage"))
     device.record_event(device.stream("stage")).before(device.current())
     assert int(there.sum()) == 7 * 64
-    device.copy(host, there * 2, device.current())
+    device.copy_all([host], [there * 2], device.current())
     assert device.record_event(device.current()).passed()
     assert host.tolist() == [14] * 64
     assert not simulated.races.found
@@ -47,7 +47,7 @@ def test_events_order_a_copy_and_its_readers(simulated: Simulation) -> None:
 def test_race_report_names_both_operations(simulated: Simulation) -> None:
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
-    device.copy(there, host, device.stream("stage"))
+    device.copy_all([there], [host], device.stream("stage"))
     there.sum()
     assert "aten.sum.default (reads, the stream of the computation) is not ordered after" in only(simulated)
     assert "a copy to the device (writes, the stream 'stage')" in only(simulated)
@@ -57,8 +57,8 @@ def test_host_read_without_waiting_is_a_race(simulated: Simulation) -> None:
     """On a late device, such a read returns poison."""
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.ones(64, dtype=torch.uint8)
-    device.copy(there, host, device.current())  # marks it as device memory
-    device.copy(host, there + 3, device.stream("back"))
+    device.copy_all([there], [host], device.current())  # marks it as device memory
+    device.copy_all([host], [there + 3], device.stream("back"))
     value = int(host[0])
     assert value == (POISON if simulated.late else 3)
     assert any("_local_scalar_dense.default (reads, thread MainThread)" in race for race in simulated.races.found)
@@ -69,10 +69,10 @@ def test_reusing_memory_with_pending_reads_is_a_race(kept: bool, simulated: Simu
     """Freed memory is reused although another stream may still read it, unless `keep` has recorded that stream."""
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.ones(64, dtype=torch.uint8)
-    device.copy(there, host, device.current())
+    device.copy_all([there], [host], device.current())
     back, result = device.stream("back"), there + 3
     device.record_event(device.current()).before(back)
-    device.copy(host, result, back)
+    device.copy_all([host], [result], back)
     if kept:
         device.keep(result, back)
     del result
@@ -90,7 +90,9 @@ def test_unregistering_memory_before_copies_complete_is_a_race(simulated: Simula
     device = open_device(torch.device("cpu"))
     memory = memoryview(bytearray(64))
     registered = device.pin(memory, 64)
-    device.copy(torch.empty(64, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8), device.current())
+    device.copy_all(
+        [torch.empty(64, dtype=torch.uint8)], [torch.frombuffer(memory, dtype=torch.uint8)], device.current()
+    )
     registered.close()
     assert "unregistering it is not ordered after a copy to the device" in only(simulated)
 

@@ -105,7 +105,7 @@ def test_update_does_not_modify_stored_gradients(key: str, scale: float | None) 
         pages = [layout.pages[use.page] for use in access]
         contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
-        edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
+        edits = {} if scale is None else {0: (lambda gradient: gradient.mul_(scale),)}
         update = Update(layout, kernel, settings, {}, 0, edits=edits)
         update.run([RangePages(layout, segment, item, [*zip(pages, contents, strict=True)], None)])
         assert update.elements

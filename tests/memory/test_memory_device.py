@@ -419,7 +419,7 @@ class Bench:
         host_cache = HostCache(4, self.layout.page_bytes, device=self.device)
         self.pager = Pager(
             self.layout,
-            host_cache,
+            host_cache.cache_slots,
             self.device,
             self.store,
             IgnoringObserver(),
@@ -448,7 +448,7 @@ def bench() -> Iterator[Callable[[float], Bench]]:
     yield make
     for each in made:
         each.pager.fail(InfinityError("the test has finished"))
-        each.pager._cache.copies.close()
+        each.pager._cache.close()
 
 
 def test_hanging_copy_raises_stall_error(bench: Callable[[float], Bench]) -> None:
@@ -581,7 +581,7 @@ def test_copies_that_end_after_close_are_ignored(bench: Callable[[float], Bench]
     made.use(made.first, Mode.READ, gate)
     assert not made.pager.drain()
     gate.set()
-    assert made.pager._cache.copies.pending == 1
+    assert made.pager._cache.copies == 1
 
 
 def test_update_and_event_threads_enter_the_device() -> None:

@@ -96,7 +96,7 @@ def opened(store: MemoryStore | None, timeout: float = 20) -> Iterator[tuple[Act
     host_cache = HostCache(CACHE_SLOTS + 3, PAGE, device=device)
     transfers = Transfers(observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
     pages = ActivationPages(
-        host_cache.part(3, CACHE_SLOTS),
+        host_cache.cache_slots[3:],
         PAGE,
         device,
         store,
@@ -246,7 +246,7 @@ def test_dropped_activation_is_not_written_during_its_copy() -> None:
         pages.end_step()
         passed.set()
         with pages._transfers.lock:
-            assert pages._transfers.lock.wait_for(lambda: not pages._cache.copies.pending, 20)
+            assert pages._transfers.lock.wait_for(lambda: not pages._cache.copies, 20)
         assert pages._transfers.failure is None
         pages.end_step()
         assert pages.census()["free"] == CACHE_SLOTS

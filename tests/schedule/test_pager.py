@@ -23,10 +23,11 @@ from infinity.errors import InfinityError, StallError, StorageError
 from infinity.memory.device import open_device
 from infinity.memory.host_cache import HostCache
 from infinity.schedule.pager import Pager, Reservation
-from infinity.schedule.planner import Plan, least_cache_slots, make_plan
+from infinity.schedule.planner import Plan, least_cache_slots
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import layouts, steps, transformer, transformer_step, update_schedules
+from support.plans import make_plan
 
 GARBAGE = b"\xee" * 8
 NO_SHRINK = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))  # timing differs each time
@@ -134,7 +135,7 @@ class Bench:
         host_cache = HostCache(cache_slots, layout.page_bytes, device=open_device(torch.device("cpu")))
         self.pager = Pager(
             layout,
-            host_cache,
+            host_cache.cache_slots,
             open_device(torch.device("cpu")),
             self.store,
             self.observer,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.planner import LEAST_WRITING, Plan, least_cache_slots, make_plan, prepend
+from infinity.schedule.planner import LEAST_WRITING, Plan, least_cache_slots, prepend
 from infinity.schedule.trace import Access, Event, Mode
 from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand
 from support.layouts import transformer, transformer_step, update_schedules
-from support.plans import plans
+from support.plans import make_plan, plans
 from support.tables import alternate
 
 KIB = 1 << 10

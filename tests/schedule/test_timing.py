@@ -15,14 +15,14 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.optim import device_pages
 from infinity.schedule import timing
-from infinity.schedule.planner import Plan, Simulation, make_plan, preferred
+from infinity.schedule.planner import Plan, Simulation, preferred
 from infinity.schedule.schedule_choice import choose_simulation
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
 from infinity.schedule.timing import BACKWARD, NOTHING, OtherResources, computation, simulate, updating
 from infinity.schedule.trace import Access
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
-from support.plans import plans
+from support.plans import make_plan, plans
 
 PAGE = 64 << 10
 LAYERS, ELEMENTS = 12, 10 * 32 * 1024

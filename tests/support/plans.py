@@ -1,14 +1,22 @@
-"""Hypothesis strategy for plans."""
+"""Plans, and a Hypothesis strategy for them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
 from infinity.content.layout import Layout
-from infinity.schedule.planner import Plan, least_cache_slots, make_plan, prepend
+from infinity.schedule.planner import Plan, least_cache_slots, make_simulation, prepend
+from infinity.schedule.trace import Access
 from infinity.schedule.update_schedule import expand, expand_pending
 from support.layouts import layouts, steps, update_schedules
+
+
+def make_plan(trace: Sequence[Access], layout: Layout, cache_slots: int, *, threaded: bool = False) -> Plan:
+    """Return the planner's plan for the accesses of a step."""
+    return make_simulation(trace, layout, cache_slots, threaded=threaded).plan
 
 
 @st.composite

@@ -24,7 +24,7 @@ from infinity.optim.device_pages import DevicePages
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
 from infinity.optim.update import Update
-from infinity.schedule import cache, copies
+from infinity.schedule import cache
 from infinity.schedule.activation_pages import ActivationPages
 from infinity.schedule.homes import GpuResidentPages
 from infinity.schedule.pager import Pager
@@ -98,7 +98,7 @@ def _flush_after_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
 
         with run.pager.access(uses, planned=False, copies=record_event) as (content,):
             weights = section(content, page, run.layout, page.start, page.stop)
-            run.device.copy(weights, weights.clone(), back)
+            run.device.copy_all([weights], [weights.clone()], back)
         run.pager.flush()
 
 
@@ -232,7 +232,7 @@ def _gathered_on_another_stream() -> AbstractContextManager[Any]:
 def _closed_without_drain() -> AbstractContextManager[Any]:
     def drain(self: Any) -> bool:
         self._cursor = None
-        self._cache.copies.close()
+        self._cache.close()
         return True
 
     return patch.object(Pager, "drain", drain)
@@ -251,7 +251,7 @@ def _numbers_without_order() -> AbstractContextManager[Any]:
 def _slot_used_while_it_is_read() -> AbstractContextManager[Any]:
     """Fill a prefetch slot without waiting for the stream that reads it."""
     fill = GpuPrefetcher._fill
-    return patch.object(GpuPrefetcher, "_fill", lambda self, memory, _, parts: fill(self, memory, None, parts))
+    return patch.object(GpuPrefetcher, "_fill", lambda self, memory, _, *others: fill(self, memory, None, *others))
 
 
 def _slot_used_before_it_is_filled() -> AbstractContextManager[Any]:
@@ -336,10 +336,10 @@ def _copies_without_wait() -> AbstractContextManager[Any]:
     """End copies on a thread that does not wait for their events."""
 
     def add(self: Any, device_event: Any, uses: Any) -> None:
-        self.pending += 1
-        threading.Thread(target=self._end, args=(uses, None)).start()
+        self.copies += 1
+        threading.Thread(target=self._end_copy, args=(uses, None)).start()
 
-    return patch.object(copies.Copies, "add", add)
+    return patch.object(cache.Cache, "_begin_copy", add)
 
 
 def _without_device_wait(skipped: str) -> AbstractContextManager[Any]:
@@ -377,7 +377,7 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
     ),
     "gradients: copied to pages before the reduction has completed": Defect(
-        change=partial(_unordered, Gradients, "_walk"),
+        change=partial(_unordered, Gradients, "_copy"),
         later=f"a copy to the host (reads, {BACK})",
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
         recipe=Recipe(model="toy", steps=2, micro=2),  # after the first micro-batch, the host does not read them
