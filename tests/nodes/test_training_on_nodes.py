@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.node_training import train, uninterrupted
-from support.nodes import Nodes
+from support.nodes import Nodes, start_ranks
 from support.ranks import RankPool
 
 SHAPES = [(2, 1), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.wide)]
@@ -39,7 +39,7 @@ def test_losses_equal_those_on_one_node(
     """Each node has its own drive, and the run is resumed after its first checkpoint."""
     (results := tmp_path / "results").mkdir()
     with Nodes(tmp_path, count) as nodes:
-        for program in nodes.start_ranks(ranks, train, str(nodes.local), str(results)):
+        for program in start_ranks(nodes, ranks, train, str(nodes.local), str(results)):
             program.wait()
         for node in nodes:
             assert len(list(node.folder.glob("nvme0/*/rank*.pages"))) == ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,21 +14,21 @@ import torch.distributed as dist
 from infinity import peer_failures
 from infinity.ranks import Ranks
 from support.daemon_process import until
-from support.nodes import Nodes
+from support.nodes import Node, Nodes, start_ranks
 from support.session import EVERY, Session
 
 
 class NodeRun:
     """A run with the same number of ranks on each node. Rank 0 hosts the store of the process group."""
 
-    def __init__(self, nodes: Nodes, ranks: int = 1, *, limit: int = 5, **options: object) -> None:
-        """Start the ranks; see `train`."""
-        self._shared = nodes.folder / "shared"
+    def __init__(self, nodes: Nodes | Sequence[Node], ranks: int = 1, *, limit: int = 5, **options: object) -> None:
+        """Start the ranks; see `train`. The first node is node 0."""
+        self._shared = nodes[0].folder.parent / "shared"
         self._shared.mkdir(exist_ok=True)
         (self._shared / "stop").unlink(missing_ok=True)
         for file in self._shared.glob("rank*"):
             file.unlink()
-        self.programs = nodes.start_ranks(ranks, train, str(nodes.local), str(self._shared), limit, options)
+        self.programs = start_ranks(nodes, ranks, train, str(nodes[0].local), str(self._shared), limit, options)
 
     def losses(self, rank: int = 0) -> dict[int, str]:
         """Return the losses of a rank so far, by step."""
@@ -60,14 +61,17 @@ def train(local: str, shared: str, limit: int, options: dict[str, object]) -> No
         shared: Folder for the losses.
         limit: `run.heartbeat_timeout_seconds`.
         options: `resume`: whether to resume the last checkpoint. `fail`: rank that raises an error after a step.
-            `linger`: rank that trains without collectives for a while after the others have exited.
+            `linger`: rank that trains without collectives for a while after the others have exited. `run`: further
+            settings of the section ``run``.
     """
     logging.basicConfig(format="%(message)s")
     peer_failures.GRACE_SECONDS = 1.0
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo")
     run = {"heartbeat_timeout_seconds": limit, **({"resume": "latest"} if options.get("resume") else {})}
-    with Session(Path(local), run=run) as session, Path(shared, f"rank{ranks.rank}").open("w", buffering=1) as losses:
+    run |= options.get("run", {})  # type: ignore[operator]
+    file, telemetry = Path(shared, f"rank{ranks.rank}"), {"runtime_dir": f"{local}/run"}  # of the node's daemon, if any
+    with Session(Path(local), run=run, telemetry=telemetry) as session, file.open("w", buffering=1) as losses:
         while not ranks.agree(Path(shared, "stop").exists()):
             loss = session.step()
             losses.write(f"{session.optimizer.steps} {loss.hex()}\n")

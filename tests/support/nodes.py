@@ -33,12 +33,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import pytest
 
@@ -98,6 +98,11 @@ class Node:
         self._drive, self._images = nodes.local / "drive0", 0
         self._image: Path | None = None
         self._space: _Namespace
+
+    @property
+    def local(self) -> Path:
+        """Path that leads to this node's folder on the node."""
+        return self._nodes.local
 
     def start(self, function: Callable[..., object], *arguments: object, **variables: str) -> Program:
         """Start a process that calls an importable function, with these environment variables."""
@@ -271,18 +276,6 @@ class Nodes:
     def _switch(self, *words: str) -> None:
         self._bridge.ask("run", words)
 
-    def start_ranks(self, ranks: int, function: Callable[..., object], *arguments: object) -> list[Program]:
-        """Start a function on a number of ranks per node, with the environment of `torchrun`. Return them by rank."""
-        count = len(self) * ranks
-        return [
-            self[rank // ranks].start(
-                function, *arguments,
-                RANK=str(rank), LOCAL_RANK=str(rank % ranks), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR=self[0].name, MASTER_PORT="29500",
-            )
-            for rank in range(count)
-        ]  # fmt: skip
-
     def rendezvous(self, ranks: int, port: int = 29500) -> list[str]:
         """Return the arguments of `torchrun` for a run on all nodes, with a number of ranks per node."""
         return [
@@ -290,7 +283,13 @@ class Nodes:
             f"--rdzv-endpoint={self._nodes[0].name}:{port}", "--rdzv-id=test",
         ]  # fmt: skip
 
-    def __getitem__(self, index: int) -> Node:
+    @overload
+    def __getitem__(self, index: int) -> Node: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Node]: ...
+
+    def __getitem__(self, index: int | slice) -> Node | list[Node]:
         return self._nodes[index]
 
     def __len__(self) -> int:
@@ -481,6 +480,20 @@ def _daemon(folder: str, *options: str) -> None:
 def _shut_down(place: str) -> None:
     folder = os.open(place, os.O_RDONLY)
     fcntl.ioctl(folder, _SHUT_DOWN, struct.pack("I", _WITHOUT_FLUSH))
+
+
+def start_ranks(
+    nodes: Sequence[Node], ranks: int, function: Callable[..., object], *arguments: object
+) -> list[Program]:
+    """Start a function on a number of ranks per node, with the environment of `torchrun`. Return them by rank."""
+    return [
+        nodes[rank // ranks].start(
+            function, *arguments,
+            RANK=str(rank), LOCAL_RANK=str(rank % ranks), WORLD_SIZE=str(len(nodes) * ranks),
+            LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR=nodes[0].name, MASTER_PORT="29500",
+        )
+        for rank in range(len(nodes) * ranks)
+    ]  # fmt: skip
 
 
 def _losing(fraction: float) -> str:
