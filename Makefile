@@ -24,7 +24,7 @@ QUICK := tests/io/test_io_contract.py tests/telemetry tests/store/test_store.py 
   tests/structure/test_imports.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test fault-matrix bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-network bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test fault-matrix bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-host bench-engines bench-first-step bench-activations bench-copies bench-network bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 # Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
@@ -108,6 +108,9 @@ bench-step: install
 
 bench-checkpoint: install
 	$(BIN)/python benchmarks/bench_checkpoint.py $(ARGS)
+
+bench-copies: install
+	$(BIN)/python -W ignore benchmarks/bench_copies.py --nvme . $(ARGS)
 
 bench-daemon: install
 	$(BIN)/python -W ignore benchmarks/bench_daemon.py $(ARGS)
