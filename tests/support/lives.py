@@ -11,7 +11,7 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ from support.train import KIB, MIB, local, state_on_nvme
 STEPS = 5
 RETAINED = 2
 _PATIENCE = 300.0
+_EXIT_SECONDS = 1.0
+"""Time for a killed process to exit after it has closed its connections."""
 _GRACE = 0.05
 """Maximum seconds between the death of one rank and the kill of the others."""
 
@@ -98,13 +100,20 @@ class _Forked:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._status: int | None = None
 
     def poll(self) -> int | None:
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if pid else None
+        if self._status is None and (found := os.waitpid(self._pid, os.WNOHANG))[0]:
+            self._status = os.waitstatus_to_exitcode(found[1])
+        return self._status
 
     def signal(self, number: int) -> None:
         os.kill(self._pid, number)
+
+
+def _ended(processes: Mapping[int, _Forked | Program]) -> dict[int, int]:
+    """Return the exit statuses of the processes that have exited."""
+    return {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
 
 
 class Life:
@@ -137,7 +146,10 @@ class Life:
         first: int | None = None
         grace = random.Random(seed).uniform(0, _GRACE)
         while left:
-            ended = {rank: code for rank, process in left.items() if (code := process.poll()) is not None}
+            ended = _ended(left)
+            if first is None and any(code > 0 for code in ended.values()):
+                time.sleep(_EXIT_SECONDS)  # the error of this rank may be due to a killed rank that has not yet exited
+                ended = _ended(left)
             for rank, code in sorted(ended.items(), key=lambda entry: entry[1]):  # a kill before the errors it causes
                 del left[rank]
                 if code and first is None:
