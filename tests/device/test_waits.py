@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,19 +68,14 @@ def copies() -> Iterator[Counter[str]]:
     """Yield the number of copies that each thread starts. A list of tensors counts as one copy."""
     found: Counter[str] = Counter()
 
-    def counted(original: Any, device: AcceleratorDevice, target: Any, *args: Any) -> None:
+    original = AcceleratorDevice.copy_all
+
+    def counted(device: AcceleratorDevice, target: Any, *args: Any) -> None:
         found[threading.current_thread().name.split("_")[0]] += bool(len(target))
         original(device, target, *args)
 
-    with ExitStack() as stack:
-        for name in ("copy", "copy_all"):
-            original = getattr(AcceleratorDevice, name)
-            stack.enter_context(patch.object(AcceleratorDevice, name, _method(partial(counted, original))))
+    with patch.object(AcceleratorDevice, "copy_all", counted):
         yield found
-
-
-def _method(function: Callable[..., None]) -> Callable[..., None]:
-    return lambda *args: function(*args)  # unlike a partial, a function binds `self`
 
 
 def step(model: Any, optimizer: infinity.PagedOptimizer, clips: str, number: int) -> None:
