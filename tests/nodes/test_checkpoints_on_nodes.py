@@ -31,7 +31,7 @@ def run_on_all(nodes: Nodes, start: str, *words: object, order: tuple[int, ...] 
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_printed_commands_work_without_shared_drives(tmp_path: Path) -> None:
     """A run with fixed node ranks is exported and resumed as printed. Then the two hosts change places."""
     out = tmp_path / "out"
@@ -62,7 +62,7 @@ def test_printed_commands_work_without_shared_drives(tmp_path: Path) -> None:
         assert steps(out) == (3, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_nodes_may_share_a_folder(tmp_path: Path) -> None:
     """Every node can export the run, and it resumes in place after the hosts have changed places."""
     out = tmp_path / "out"

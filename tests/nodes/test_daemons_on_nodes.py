@@ -31,7 +31,7 @@ def run_shown(node: Node, *options: object) -> tuple[Any, str]:
     return run, programs[1].output
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_each_node_names_and_links_the_other_one(tmp_path: Path) -> None:
     """Two nodes with two ranks each and their own daemon, and then without the daemons."""
     (results := tmp_path / "results").mkdir()

@@ -80,7 +80,7 @@ def predicted(setup: Setup) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_bytes_sent_per_step_equal_the_prediction(ranks: int, tmp_path: Path) -> None:
     """Layer-major accumulation sends the same bytes for any number of micro-batches, and a loop a multiple of them."""
     one = Setup(0, ranks, "full_shard", 1)

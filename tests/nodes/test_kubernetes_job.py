@@ -29,7 +29,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_ranks_return_to_their_nodes(tmp_path: Path) -> None:
     """The Job is started twice, and the indices of its pods are swapped in between. Its run is resumed in place."""
     yaml = pytest.importorskip("yaml")
