@@ -381,7 +381,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_run_world_size",
         "gauge",
-        "Number of ranks of a run that has ranks on this node, including its ranks on other nodes.",
+        "Number of ranks of a run that has live ranks on this node, including its ranks on other nodes.",
         _RUN,
     ),
     _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, 0 otherwise.", _COLLECTOR),

@@ -231,6 +231,16 @@ def test_ranks_are_counted_by_status_across_runs(tmp_path):
         stats.close()
 
 
+def test_world_size_is_reported_while_a_rank_is_live(tmp_path):
+    first, second = make(tmp_path, 0), make(tmp_path, 1)
+    _, text = scrape(ranks=lambda: rank_families(StatsFiles(tmp_path, 60, 60)))
+    first.close()
+    assert 'infinity_daemon_run_world_size{run="run"} 8.0' in text()
+    second.close()
+    assert "infinity_daemon_run_world_size{" not in text()
+    assert 'infinity_run_info{name="run",rank="0"' in text()
+
+
 def test_an_ended_stats_file_is_served_until_it_expires(tmp_path, monkeypatch):
     clock = time.monotonic()
     monkeypatch.setattr("infinity_daemon.stats_files.time.monotonic", lambda: clock)
