@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import crash
+from support import crash, lives
 from support.nodes import Nodes
 from support.processes import run_program
 
@@ -21,6 +21,30 @@ def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     (counts,) = re.findall(r"2 ranks: (\d+) resumes, (\d+) kills, of which (\d+) with a loss of power", done.stdout)
     # The number of runs that reach a checkpoint depends on the load of the machine.
     assert all(seen >= least for seen, least in zip(map(int, counts), (2, 3, 2), strict=True)), done.stdout
+
+
+class HangingProcess:
+    """Process that ends only when it is killed."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def signal(self, number: int) -> None:
+        self.status = -number
+
+
+def test_a_hang_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "_PATIENCE", 0)
+    monkeypatch.setattr(lives.Life, "_start", lambda *_: HangingProcess())
+    harness = crash.Harness(tmp_path, 0, 2)
+    words, status = harness.life.run({1: crash.End(call=7)}, 0)
+    assert status == lives.HUNG
+    assert list(harness._problems(words, status)) == ["the ranks did not end"]
+    killed = harness.life.run({1: crash.End(seconds=0)}, 0)
+    assert list(harness._problems(*killed)) == []
 
 
 @pytest.mark.wide

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from support.crash_commands import COMMANDS, Commands
 from support.ends import End
-from support.lives import STEPS, Life
+from support.lives import HUNG, STEPS, Life
 from support.nodes import Node, Nodes
 
 
@@ -147,7 +147,9 @@ class Harness:
         return End(seconds=self.seconds * (0.3 + 0.7 * left * self.rng.random()))
 
     def _problems(self, words: list[list[list[str]]], status: int) -> Iterator[str]:
-        if status not in (0, -signal.SIGKILL):
+        if status == HUNG:
+            yield "the ranks did not end"
+        elif status not in (0, -signal.SIGKILL):
             yield f"exited with status {status}{self._traces()}"
         begun = {(int(said[0][1]), int(said[0][3])) for said in words if said}
         if len(begun) > 1:

@@ -28,6 +28,8 @@ from support.train import KIB, MIB, local, state_on_nvme
 
 STEPS = 5
 RETAINED = 2
+HUNG = 1000
+"""Exit status of a life whose ranks were killed because they did not end."""
 _PATIENCE = 300.0
 _EXIT_SECONDS = 1.0
 """Time for a killed process to exit after it has closed its connections."""
@@ -117,7 +119,10 @@ def _ended(processes: Mapping[int, _Forked | Program]) -> dict[int, int]:
 
 
 class Life:
-    """The processes of one life, one per rank. `nodes` have the same number of ranks each; without, this machine."""
+    """The processes of one life, one per rank.
+
+    Each node runs the same number of ranks. Without `nodes`, all ranks run on this machine.
+    """
 
     def __init__(self, folder: Path, ranks: int, nodes: Sequence[Node] = ()) -> None:
         self._folder, self._ranks, self._nodes = folder, ranks, nodes
@@ -134,15 +139,19 @@ class Life:
             options: See `live`.
 
         Returns:
-            Logged words of every rank, and the exit status (or negative signal) of the rank that failed first.
+            Logged words of every rank, and the exit status (or negative signal) of the rank that failed first, or
+            `HUNG`.
         """
         logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
         for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
             file.unlink(missing_ok=True)
         began = time.monotonic()
         left = {rank: self._start(rank, ends.get(rank, End()), seed, options) for rank in range(self._ranks)}
-        timed = [(began + end.seconds, [rank]) for rank, end in ends.items() if end.seconds is not None]
-        deadline, victims = min(timed, default=(began + _PATIENCE, [0]))
+        timed: list[tuple[float, list[int] | None]] = [
+            (began + end.seconds, [rank]) for rank, end in ends.items() if end.seconds is not None
+        ]
+        # Without victims, all ranks must have ended at the deadline.
+        deadline, victims = min(timed, key=lambda each: each[0], default=(began + _PATIENCE, None))
         first: int | None = None
         grace = random.Random(seed).uniform(0, _GRACE)
         while left:
@@ -157,9 +166,11 @@ class Life:
                     if whole_node:
                         self._node(rank).kill()
             if time.monotonic() >= deadline:
-                for process in [process for rank, process in left.items() if rank in victims]:
-                    process.signal(signal.SIGKILL)
-                deadline = time.monotonic() + _PATIENCE
+                if victims is None and first is None:
+                    first = HUNG
+                for rank in left if victims is None else left.keys() & victims:
+                    left[rank].signal(signal.SIGKILL)
+                deadline, victims = time.monotonic() + _PATIENCE, None
             elif not ended:
                 time.sleep(0.001)
         words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
