@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Final
 
 from infinity.telemetry import Snapshot, StatsFileError, find_stats_files, read_stats_file
-from infinity.telemetry.stats_file import StatsHeader, Status, is_stats_file, remove_stats_file, run_exists
+from infinity.telemetry.stats_file import (
+    StatsHeader,
+    Status,
+    is_stats_file,
+    remove_stats_file,
+    run_exists,
+    without_replaced,
+)
 from infinity.untrusted_files import trusted
 from infinity_daemon.log import event
 from infinity_daemon.users import Users, may_name
@@ -53,7 +60,8 @@ class StatsFiles:
     """Stats files in a runtime folder. Each `scan` reads them and removes old ones. Thread-safe.
 
     The file of a dead rank is kept until its run is resumed, which replaces the file, or until the run's folders have
-    been removed, so that a failure is reported until then.
+    been removed, so that a failure is reported until then. If the rank has moved to another node, its file is ignored
+    while a resumed rank of its run is live on this node.
     """
 
     def __init__(
@@ -134,6 +142,7 @@ class StatsFiles:
             run_id = snapshot.header.run_id
             owners.setdefault(run_id, self._owners.get(run_id, snapshot.uid))
             snapshots.append(snapshot)
+        snapshots = without_replaced(snapshots)
         # A run id belongs to the user who had it in the last scan, as long as it is in use by this user.
         used = {(snapshot.header.run_id, snapshot.uid) for snapshot in snapshots}
         for snapshot in snapshots:

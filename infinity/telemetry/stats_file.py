@@ -27,6 +27,7 @@ import math
 import os
 import re
 import struct
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -365,6 +366,26 @@ def run_status(ranks: Iterable[Snapshot]) -> Status:
     statuses = {snapshot.status for snapshot in ranks}
     order: tuple[Status, ...] = ("dead", "live", "ended")
     return next(status for status in order if status in statuses)
+
+
+def without_replaced(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    """Return the snapshots without those of dead ranks whose run has been resumed on this node.
+
+    A rank that has moved to another node does not replace its file on this node. The file of a rank that died after the
+    resume is newer than the start of each live process of the run.
+    """
+    snapshots = list(snapshots)
+    booted, ticks = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    resumed: dict[tuple[str, int], float] = {}
+    for one in snapshots:
+        if one.alive and one.header.process_started:
+            run, began = (one.header.run_id, one.uid), booted + one.header.process_started / ticks
+            resumed[run] = min(began, resumed.get(run, began))
+    return [
+        one
+        for one in snapshots
+        if one.status != "dead" or one.header.started >= resumed.get((one.header.run_id, one.uid), 0)
+    ]
 
 
 def run_exists(header: StatsHeader, uid: int) -> bool:

@@ -278,6 +278,26 @@ def test_only_stats_files_of_dead_ranks_are_removed(tmp_path, monkeypatch):
     live.close()
 
 
+def test_a_dead_rank_that_has_moved_to_another_node_is_not_reported_after_the_resume(tmp_path, monkeypatch):
+    """Its run has a live rank on this node, whose process is newer than the file of the dead rank."""
+    monkeypatch.setattr("infinity.telemetry.stats.pid_namespace", lambda: 0)  # only locks tell which ranks are live
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1000.0)
+        fcntl.flock(make(tmp_path, 1)._file, fcntl.LOCK_UN)
+        fcntl.flock(make(tmp_path, 1, "other")._file, fcntl.LOCK_UN)
+
+    def dead():
+        found = StatsFiles(tmp_path, 60, 60).scan().snapshots
+        return [(one.header.run_id, one.header.rank) for one in found if one.status == "dead"]
+
+    assert dead() == [("other", 1), ("run", 1)]
+    resumed, peer = make(tmp_path, 0), make(tmp_path, 2)
+    assert dead() == [("other", 1)]
+    fcntl.flock(peer._file, fcntl.LOCK_UN)
+    assert dead() == [("other", 1), ("run", 2)]
+    resumed.close()
+
+
 def test_a_dead_rank_is_reported_until_its_run_is_resumed_or_removed(tmp_path, monkeypatch):
     """Its other metrics expire, and neither the daemon nor a starting rank removes its stats file."""
     runtime, drive = tmp_path / "runtime", tmp_path / "drive"

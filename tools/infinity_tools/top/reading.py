@@ -21,6 +21,7 @@ from infinity.telemetry.metrics import PARTS
 from infinity.telemetry.run_views import Runs
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import CLOSED_CELL
+from infinity.telemetry.stats_file import without_replaced
 from infinity.telemetry.trees import Tree, plain
 
 _MOST_FILES: Final = 1024
@@ -83,7 +84,7 @@ class Reader:
             if stats.status != "ended" or time.time() - stats.values[CLOSED_CELL] < KEEP_CLOSED_SECONDS:
                 found.append(stats)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        return found, [f"ignored {wrong[0]}{more}"] if wrong else []
+        return without_replaced(found), [f"ignored {wrong[0]}{more}"] if wrong else []
 
     def _daemon_notes(self, tree: Tree) -> list[str]:
         broken = figure(tree, "node", "broken_stats_files")
