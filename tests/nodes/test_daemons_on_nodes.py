@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.nodes import Node, Nodes
+from support.node_training import train
+from support.nodes import Node, Nodes, start_ranks
 
 SETTINGS = """
 [server]
@@ -31,7 +32,7 @@ def run_shown(node: Node, *options: object) -> tuple[Any, str]:
     return run, programs[1].output
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_each_node_names_and_links_the_other_one(tmp_path: Path) -> None:
     """Two nodes with two ranks each and their own daemon, and then without the daemons."""
     (results := tmp_path / "results").mkdir()
@@ -41,9 +42,8 @@ def test_each_node_names_and_links_the_other_one(tmp_path: Path) -> None:
         daemons = [
             node.daemon("--runtime-dir", str(runtime), "--config", str(settings), "--port", "9470") for node in nodes
         ]
-        words = [*nodes.rendezvous(2), "-m", "support.node_training", nodes.local, results]
-        for agent in [node.torchrun(*words) for node in nodes]:
-            agent.wait()
+        for program in start_ranks(nodes, 2, train, str(nodes.local), str(results)):
+            program.wait()
         ids = set()
         for node, other in ((nodes[0], nodes[1]), (nodes[1], nodes[0])):
             run, text = run_shown(node, "--runtime-dir", runtime)

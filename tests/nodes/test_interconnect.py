@@ -79,8 +79,8 @@ def predicted(setup: Setup) -> float:
     return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": HOST_CACHE})).exchange.sent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_bytes_sent_per_step_equal_the_prediction(ranks: int, tmp_path: Path) -> None:
     """Layer-major accumulation sends the same bytes for any number of micro-batches, and a loop a multiple of them."""
     one = Setup(0, ranks, "full_shard", 1)
@@ -94,6 +94,6 @@ def test_bytes_sent_per_step_equal_the_prediction(ranks: int, tmp_path: Path) ->
         trained = run_ranks(nodes, tmp_path, list(setups.values()), steps=2, probe_seconds=0.0)["trained"]
     sent = {name: row["sent_bytes"] for name, row in zip(setups, trained, strict=True)}
     for name, setup in setups.items():
-        assert predicted(setup) < sent[name] < HEADERS * predicted(setup), name
+        assert 0.99 * predicted(setup) < sent[name] < HEADERS * predicted(setup), name
     assert sent["layer-major"] == pytest.approx(sent["one"], rel=0.05)
     assert sent["loop"] == pytest.approx(4 * sent["one"], rel=0.05)
