@@ -57,7 +57,7 @@ def train(settings: dict[str, Any]) -> None:
                 optimizer.save_checkpoint()  # collective and atomic over all workers
             if rank == 0:
                 print(f"step {optimizer.steps}: loss {loss / ranks:.4f}", flush=True)
-            ray.train.report({"step": optimizer.steps, "loss": loss.item() / ranks})  # without a checkpoint of Ray
+            ray.train.report({"step": optimizer.steps, "loss": loss.item() / ranks})  # without a Ray checkpoint
 
 
 def main() -> None:

@@ -85,3 +85,12 @@ def test_quick_test_files_exist() -> None:
     missing = [name for name in listed[1].split() if not (ROOT / name).exists()]
     assert missing == []
     assert "tests/docs/test_docs.py" in listed[1].split()
+
+
+def test_python_blocks_are_valid_syntax() -> None:
+    count = 0
+    for page in PAGES:
+        for code in re.findall(r"^```(?:python|py)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            compile(code, str(page), "exec", dont_inherit=True)
+            count += 1
+    assert count >= 20
