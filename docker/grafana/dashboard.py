@@ -49,7 +49,8 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
               "table"),
         Panel(
             "Nodes and ranks", "short",
-            "Nodes and ranks with metrics. If there are fewer ranks than expected, a node reports nothing.",
+            "Nodes and ranks with metrics. If there are fewer ranks than expected (with all instances and ranks "
+            "selected), a node reports nothing.",
             (
                 ("count by (run) (group by (run, instance) (run_info))", "{{run}} nodes"),
                 ("count by (run) (group by (run, rank) (run_info))", "{{run}} ranks"),
@@ -103,7 +104,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "Slowest rank", "s",
             "Time per step outside collectives, in which the other ranks wait. On a GPU, such waits count as compute.",
             ((f'topk by (run) (1, sum by (run, instance, rank) (rate(step_part_seconds_total{{part!="collective"}}'
-              f"{_RATE})) / sum by (run, instance, rank) (rate(steps_total{_RATE})))",
+              f"{_RATE})) / sum by (run, instance, rank) (rate(steps_total{_RATE})) > 0)",
               "{{run}}: rank {{rank}} on {{instance}}"),), "stat",
         ),
         Panel(

@@ -99,10 +99,12 @@ def test_prometheus_finds_the_pods_of_the_daemon(tmp_path: Path) -> None:
     assert discovery["role"] == selector["role"] == "pod"
     key, value = selector["label"].split("=")
     assert template["metadata"]["labels"][key] == value
-    port, instance = job["relabel_configs"]
+    port, ended, instance = job["relabel_configs"]
     assert port["action"] == "keep"
     assert port["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
     assert port["regex"] == template["spec"]["containers"][0]["ports"][0]["name"]
+    assert ended["source_labels"] == ["__meta_kubernetes_pod_phase"]
+    assert (ended["regex"], ended["action"]) == ("Succeeded|Failed", "drop")
     assert instance["target_label"] == "instance"
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")

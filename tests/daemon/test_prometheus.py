@@ -33,6 +33,7 @@ PROMETHEUS = ROOT / "docker/prometheus"
 RULES = [PROMETHEUS / name for name in ("recording.yaml", "alerts.yaml")]
 UNAVAILABLE = {
     "infinity_device_endurance_days": "needs two observations of a drive, a minute apart",
+    "(infinity_copy_last_success_timestamp_seconds > 0)": "needs a complete copy",
     "infinity_device_wear_ratio": "needs a drive that reports its wear",
 }
 """Metrics that are unavailable in a short test on an arbitrary machine."""
