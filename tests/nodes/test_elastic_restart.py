@@ -15,7 +15,7 @@ from support.ranks import RankPool
 
 WORDS = [
     "--nnodes=1:2", "--max-restarts=9", "--monitor-interval=0.5",
-    "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "--rdzv-conf=last_call_timeout=20",  # only a round with one node waits for this time
 ]  # fmt: skip
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see "Elastic restarts" in docs/how-to/several-nodes.md
 

@@ -60,8 +60,10 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "resume": ("infinity.run.initial_state", "restore"),
 }
 """Function before which the fault occurs, by moment."""
-_LIMIT, _PAUSE, _LONG_LIMIT, _GRACE = 5, 3.0, 60, 1.0
-"""`run.heartbeat_timeout_seconds`, the duration of a short pause and the setting for it, and `GRACE_SECONDS`."""
+_SHORT_LIMIT, _LIMIT, _LONG_LIMIT = 5, 30, 60
+"""Values of `run.heartbeat_timeout_seconds`. A slow machine must not look like a silent one."""
+_PAUSE, _GRACE = 3.0, 1.0
+"""Duration of a short pause, and `GRACE_SECONDS`."""
 _RUN = "drive0/nvme0"
 
 
@@ -74,6 +76,8 @@ class Fault:
     """Whether the run must end; None if it may also continue."""
     silent: bool = False
     """Whether the ranks on this node cannot report anything, and are killed at the end of the trial."""
+    limit: int = _LIMIT
+    """`run.heartbeat_timeout_seconds`."""
     cause: str = ""
     """Regular expression for the cause in messages; by default, of a node without a sign of life."""
     drive: bool = False
@@ -129,17 +133,17 @@ def _end_daemon(trial: Trial) -> None:
 _FAILED_DRIVE = r"EIO|Input/output error"
 FAULTS = {
     "rank killed": Fault(act=_kill_rank, silent=True),
-    "node killed": Fault(act=_kill_node, silent=True),
-    "power loss": Fault(act=_lose_power, silent=True),
-    "power loss, drive wiped": Fault(act=_lose_power, silent=True, wipes=True),
-    "link cut": Fault(act=_cut),
-    "60 % packet loss": Fault(act=_lose_packets, ends=None),
-    "short pause": Fault(act=_pause_briefly, ends=False),
-    "long pause": Fault(act=_pause, silent=True),
+    "node killed": Fault(act=_kill_node, silent=True, limit=_SHORT_LIMIT),
+    "power loss": Fault(act=_lose_power, silent=True, limit=_SHORT_LIMIT),
+    "power loss, drive wiped": Fault(act=_lose_power, silent=True, limit=_SHORT_LIMIT, wipes=True),
+    "link cut": Fault(act=_cut, limit=_SHORT_LIMIT),
+    "60 % packet loss": Fault(act=_lose_packets, ends=None, limit=_SHORT_LIMIT),
+    "short pause": Fault(act=_pause_briefly, ends=False, limit=_LONG_LIMIT),
+    "long pause": Fault(act=_pause, silent=True, limit=_SHORT_LIMIT),
     "full drive": Fault(act=_fill_drive, ends=None, cause="ENOSPC|No space left", drive=True),
     "drive removed": Fault(act=_remove_drive, cause=_FAILED_DRIVE, drive=True),
     "drive removed, wiped": Fault(act=_remove_drive, cause=_FAILED_DRIVE, drive=True, wipes=True),
-    "daemon killed": Fault(act=_end_daemon, ends=False),
+    "daemon killed": Fault(act=_end_daemon, ends=False, limit=_LONG_LIMIT),
 }
 
 
@@ -291,7 +295,7 @@ class Trial:
         if self.fault.act is _end_daemon:
             self.daemon = self.node.daemon()
         after = moment in ("export", "resume")  # the first launch ends without a fault
-        limit = _LONG_LIMIT if self.fault.ends is False else _LIMIT
+        limit = self.fault.limit
         self._train(limit, moment="" if after else moment)
         self._wait(lambda: self._newest() >= EVERY and (self.result.mode != "mirror" or self._mirrored() >= EVERY))
         exported = ""
