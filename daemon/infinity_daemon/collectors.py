@@ -62,8 +62,8 @@ def rank_families(stats_files: StatsFiles) -> Iterator[Family]:
     yield family_of("daemon_ranks", (((status,), counts[status]) for status in STATS_FILE_STATUSES))
     dead = (snapshot.header for snapshot in found.snapshots if snapshot.status == "dead")
     yield family_of("daemon_dead_ranks", Counter((header.run_id, header.name) for header in dead).items())
-    # When a run ends, its files that record an exit and those of dead ranks expire at different times. Without a live
-    # rank, the difference would look like ranks on a node that is not monitored.
+    # After a crash, the files of ended and dead ranks expire at different times. Without a live rank, the difference
+    # would look like a node that is not monitored.
     sizes = {(one.header.run_id,): one.header.world_size for one in found.snapshots if one.alive}
     yield family_of("daemon_run_world_size", sizes.items())
 

@@ -369,7 +369,7 @@ def run_status(ranks: Iterable[Snapshot]) -> Status:
 
 
 def without_replaced(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
-    """Return the snapshots without those of dead ranks whose run has been resumed on this node.
+    """Return the snapshots except dead ranks whose run has been resumed on this node.
 
     A rank that has moved to another node does not replace its file on this node. The file of a rank that died after the
     resume is newer than the start of each live process of the run.
