@@ -28,7 +28,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_training_continues_on_fewer_and_on_more_nodes(pair: RankPool, tmp_path: Path) -> None:
     """Losses equal those of runs that resume from the same checkpoints deliberately."""
     (shared := tmp_path / "shared").mkdir()
