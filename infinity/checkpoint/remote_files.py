@@ -148,11 +148,14 @@ class RemoteFiles(CheckpointFiles):
         if self._temporary is not None:
             return Path(self._temporary)
         mine = self.folder.checkpoints if self.folder.roots else Path(self.folder.run_id, "missing")
-        if not (mine / MODEL_FOLDER).is_dir():
-            for rank in range(self._ranks.world_size):
-                if rank != self._ranks.rank and (content := self._ask(rank, _COMPANIONS)):
-                    self._temporary = tempfile.mkdtemp(prefix="infinity-")
-                    return _unpacked(content, Path(self._temporary))
+        complete, me = self._held.holders.get(0, ()), self._ranks.rank  # other nodes may only have some of the files
+        for rank in sorted(range(self._ranks.world_size), key=lambda rank: (rank not in complete, rank != me)):
+            if rank == me:
+                if (mine / MODEL_FOLDER).is_dir():
+                    return mine
+            elif content := self._ask(rank, _COMPANIONS):
+                self._temporary = tempfile.mkdtemp(prefix="infinity-")
+                return unpacked(content, Path(self._temporary))
         return mine
 
     def close(self) -> None:
@@ -224,8 +227,7 @@ class RemoteFiles(CheckpointFiles):
 
     def _read(self, kind: int, rank: int, page: int, stop: int) -> bytes | bytearray | memoryview:
         if kind == _COMPANIONS:
-            folder = self.folder.checkpoints / MODEL_FOLDER if self.folder.roots else None
-            return _packed(folder) if folder is not None and folder.is_dir() else b""
+            return packed(self.folder.checkpoints) if self.folder.roots else b""
         identity = self._held.name.identity
         if kind == _PARITY:
             return super().parity(rank, identity, page, stop)
@@ -239,15 +241,20 @@ class RemoteFiles(CheckpointFiles):
         return super().state_file(manifest) if kind == _STATE else super().page(manifest, page)
 
 
-def _packed(folder: Path) -> bytes:
-    """Return an archive of the files for exports, without links, which are not copied to other runs either."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+def packed(checkpoints: Path) -> bytes:
+    """Return an archive of the files for exports in a checkpoint folder, or an empty string if there are none.
+
+    Links are left out, because they are not copied to other runs either.
+    """
+    folder, content = checkpoints / MODEL_FOLDER, io.BytesIO()
+    if not folder.is_dir():
+        return b""
+    with tarfile.open(fileobj=content, mode="w") as archive:
         archive.add(folder, MODEL_FOLDER, filter=lambda entry: entry if entry.isfile() or entry.isdir() else None)
-    return packed.getvalue()
+    return content.getvalue()
 
 
-def _unpacked(content: bytearray, place: Path) -> Path:
+def unpacked(content: bytes | bytearray, place: Path) -> Path:
     """Unpack an archive of the files for exports into a folder, and return the folder. Raises `CheckpointError`."""
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:

@@ -178,7 +178,7 @@ class Checkpointer:
             run.pager.flush()
             run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
-            if run.ranks.rank == 0 or (run.settings.run.copies and run.ranks.local_rank == 0):  # the node may be lost
+            if run.keeps_companions:
                 self._keep_configs()
             updates, own = self._runner.updates, self._base_optimizer.kernel.persistent_attributes
             groups = self._base_optimizer.groups_by_shard()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import load_state
 from infinity.checkpoint.publish import checkpointed_buffers, restore
+from infinity.checkpoint.remote_files import packed, unpacked
 from infinity.errors import StorageError, UnsupportedError
 from infinity.formats.companions import carry_companions, keep_companions
 from infinity.fsdp.shard_io import ShardIO
@@ -107,6 +110,9 @@ class Filling:
         if source is not None:
             together("writing the initial values", partial(self._write, source, shards))
         together("storing files for exports", self._keep_companions)
+        if run.settings.run.copies:
+            content = run.ranks.on_first("reading files for exports", self._packed_companions)
+            together("copying files for exports", partial(self._copy_companions, content))
         resumed = self._restore(groups)
         if source is not None:
             source.close()
@@ -174,4 +180,24 @@ class Filling:
                 files = self._source.files if isinstance(self._source, PretrainedFolder) else None
                 keep_companions(run.folder.checkpoints, self._sharded.model, files)
         except OSError as error:
-            raise StorageError("write", error.filename or str(run.folder.checkpoints), 0, 0, error.errno) from error
+            raise self._failed("write", error) from error
+
+    def _packed_companions(self) -> bytes:
+        try:
+            return packed(self._run.folder.checkpoints)
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def _copy_companions(self, content: bytes) -> None:
+        """Store the files for exports of rank 0 on this node, too, because the node of rank 0 may be lost."""
+        run = self._run
+        if run.ranks.rank == 0 or not run.keeps_companions or not content:
+            return
+        try:
+            with TemporaryDirectory() as place:
+                carry_companions(unpacked(content, Path(place)), run.folder.checkpoints)
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _failed(self, what: str, error: OSError) -> StorageError:
+        return StorageError(what, error.filename or str(self._run.folder.checkpoints), 0, 0, error.errno)

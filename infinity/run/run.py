@@ -128,6 +128,11 @@ class Run:
         return self.directory.folder
 
     @property
+    def keeps_companions(self) -> bool:
+        """``True`` if this rank stores the files for exports. With copies on other nodes, any node may be lost."""
+        return self.ranks.rank == 0 or (bool(self.settings.run.copies) and self.ranks.local_rank == 0)
+
+    @property
     def update_device(self) -> str:
         """Type of the device on which pages are updated: ``cpu``, or the type of the compute device."""
         return self.device.name.type if self.updates_on_device else "cpu"

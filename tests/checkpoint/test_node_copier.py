@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -32,7 +34,7 @@ def save_with_copies(
     folder: str, steps: tuple[int, ...] = (2,), fails: tuple[int, ...] = (), **run: Any
 ) -> tuple[State, list[int]]:
     """Train with copies on other nodes; return this rank's state, and the steps that were copied."""
-    with copying(fails) as daemon:
+    with copying(fails) as daemon, patch.dict(os.environ, LOCAL_RANK="0"):
         return save(folder, "", steps, **{"copies": 1, **run}), daemon.steps
 
 
@@ -85,6 +87,19 @@ def test_commands_use_the_copies_of_a_lost_node(
     (parity,) = nvme.glob("*/parity")
     assert command("store", "rm", nvme, parity.parent.name, "--yes")[0] == 0
     assert not list(nvme.glob("*/"))
+
+
+def test_files_for_exports_survive_the_loss_of_the_first_node(
+    copied: tuple[Path, list[State]], pair: RankPool, tmp_path: Path
+) -> None:
+    """Every node of a run with copies has the tokenizer, also if an earlier start had no copies."""
+    folder = shutil.copytree(copied[0], tmp_path / "run")
+    (checkpoints,) = (folder / "node0/nvme0").glob("*/checkpoints")
+    (checkpoints / "model/tokenizer.json").write_text("{}")
+    pair.run(partial(save_with_copies, resume="latest"), str(folder), (3,))
+    lose(folder, 0)
+    pair.run(resume, str(folder))
+    assert [file.read_text() for file in (folder / "node0/nvme0").glob("*/checkpoints/model/tokenizer.json")] == ["{}"]
 
 
 def test_damaged_copy_is_an_error(copied: tuple[Path, list[State]], tmp_path: Path) -> None:

@@ -269,10 +269,15 @@ def test_replicas_of_a_mixed_mesh_are_unknown() -> None:
 
 
 def test_ranks_that_run_on_other_hosts_copy_their_state(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
-    """The result equals resuming in the original order."""
+    """The result equals resuming in the original order. The files for exports are those of the first node."""
     for name in ("node0", "node1"):
         shutil.copytree(sharded / name, tmp_path / name)
+        (run,) = (tmp_path / name / "nvme0").glob("*/")
+        (run / "checkpoints/model").mkdir(exist_ok=True)
+        (run / "checkpoints/model/config.json").write_text(f'"{name}"')
     found = pair.run(partial(resume, swapped=True), str(tmp_path))
+    (copy,) = (each for each in (tmp_path / "node1/nvme0").glob("*/checkpoints/model") if run not in each.parents)
+    assert (copy / "config.json").read_text() == '"node0"'
     expected = pair.run(resume, str(shutil.copytree(sharded, tmp_path / "usual")))
     for rank in range(2):
         assert found[rank][0] == expected[rank][0] == 2

@@ -91,7 +91,7 @@ def resume_unreadable(folder: str, error: Exception) -> None:
 
 def resume_with_malformed_archive(folder: str) -> None:
     """Resume, while the files for exports arrive in a malformed archive. Called on every rank."""
-    with patch.object(remote_files, "_packed", return_value=b"not an archive"):
+    with patch.object(remote_files, "packed", return_value=b"not an archive"):
         resume(folder, "hsdp")
 
 

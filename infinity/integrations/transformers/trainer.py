@@ -311,17 +311,18 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     def _save_companions(self, folder: Path) -> None:
         """Write the files that accompany weights."""
         args, state = copy.copy(self.args), self._infinity
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        run = state.paged.run if state.paged is not None and state.saving is not None else None
+        if tokenizer is not None and run is not None and run.keeps_companions:
+            keep_tokenizer(run.folder.checkpoints, tokenizer)
         if not args.should_save:
             return
         if state.saving is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._write_config(folder)
             args.save_total_limit = state.saving
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-            if state.saving is not None and state.paged is not None:
-                keep_tokenizer(state.paged.run.folder.checkpoints, tokenizer)
         args.hub_token = None  # a secret
         torch.save(args, folder / _ARGUMENTS)
 
