@@ -37,8 +37,9 @@ from infinity.store.folder import RunFolder, allocated_bytes, reserve
 from infinity.untrusted_files import own_folder
 
 _log = logging.getLogger("infinity")
-_MOST_UNANSWERED = 5
-"""Number of requests without a response after which the daemon counts as ended. A busy node answers slowly."""
+_REQUESTS = 3
+"""Number of requests for the progress without a response after which the copy counts as failed. A busy node answers
+slowly."""
 
 
 class NodeCopier(Copier):
@@ -80,8 +81,6 @@ class NodeCopier(Copier):
         super().__init__(settings.copies, self._find_complete(retained))
         self._running: CheckpointName | None = None
         """Checkpoint that is being copied."""
-        self._unanswered = 0
-        """Number of requests for the progress since the last response."""
         self._warned = ""
         """Last error that was logged."""
 
@@ -150,10 +149,7 @@ class NodeCopier(Copier):
     def _busy(self) -> bool:
         if self._running is None:
             return False
-        answer = self._ask("copies_progress")
-        self._unanswered = 0 if answer else self._unanswered + 1
-        if 0 < self._unanswered < _MOST_UNANSWERED:
-            return True
+        answer = next(filter(None, (self._ask("copies_progress") for _ in range(_REQUESTS))), {})
         if answer.get("ok") is True and answer.get("copied") == self._running.identity:
             self._copied = self._running
             return False

@@ -15,9 +15,13 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.copier import Copier, Progress
 from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.node_copier import NodeCopier
 from infinity.checkpoint.parity import parities_in
 from infinity.config import RunConfig
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
+from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
 from support.copying_daemon import copying
 from support.ranks import RankFailedError, RankPool
@@ -203,6 +207,58 @@ class _Manifest:
     def __init__(self, step: int) -> None:
         self.step = step
         self.name = CheckpointName(step, f"{step:024x}", 2).of(0)
+        self.identity, self.file_name = self.name.identity, self.name.file_name
+
+
+class _TwoNodes(Ranks):
+    """Rank 0 of two, of which the other one is simulated."""
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the value twice, with another host name for the other rank."""
+        named = isinstance(value, tuple) and isinstance(value[0], str)
+        return [value, ("other", *value[1:]) if named else value]
+
+
+class _Requests(NodeDaemon):
+    """Daemon that never completes a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("missing"))
+        self.ended = False
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def answer(self, op: str, **values: Any) -> dict[str, Any]:
+        """Record a request, and return the response."""
+        self.asked.append((op, values))
+        return {} if self.ended else {"ok": True, "busy": True, "copied": "", "address": "node0:9471"}
+
+    def requests(self, op: str) -> list[dict[str, Any]]:
+        """Return the values of the requests of a kind."""
+        return [values for each, values in self.asked if each == op]
+
+
+def _copier(folder: Path, daemon: NodeDaemon) -> NodeCopier:
+    run = RunFolder.of([str(folder)], "run")
+    run.create()
+    return NodeCopier(RunConfig(copies=1), run, _TwoNodes(0, 0, 1), daemon, 8192)
+
+
+def _publish(copier: NodeCopier, step: int) -> None:
+    copier.exchanged([copier.progress, Progress(True, "")])
+    copier.published(_Manifest(step), ())  # type: ignore[arg-type]
+
+
+def test_daemon_that_ended_is_reported_at_the_next_checkpoint(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    daemon = _Requests()
+    copier = _copier(tmp_path, daemon)
+    _publish(copier, 1)
+    daemon.ended = True
+    with caplog.at_level("WARNING", "infinity"):
+        _publish(copier, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0: the checkpoint {step:024x} of step {step} could not be copied to this node: infinityd does not respond"
+        for step in (1, 2)
+    ]
 
 
 def test_checkpoint_is_copied_when_it_is_due_and_no_rank_is_copying() -> None:
