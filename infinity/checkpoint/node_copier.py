@@ -52,6 +52,7 @@ class NodeCopier(Copier):
         ranks: ranks of the run.
         daemon: daemon of this node.
         state_bytes: size of the pages that a checkpoint of this rank contains.
+        file_bytes: maximum size of the manifest and the state file of a checkpoint of this rank.
         retained: checkpoints of this run that the drives contain.
 
     Raises:
@@ -66,18 +67,20 @@ class NodeCopier(Copier):
         ranks: Ranks,
         daemon: NodeDaemon,
         state_bytes: int,
+        file_bytes: int,
         retained: Collection[CheckpointName] = (),
     ) -> None:
         self._settings, self._folder, self._ranks, self._daemon = settings, folder, ranks, daemon
         self._token = ranks.agree(secrets.token_hex(32))
-        everywhere = ranks.collect((host_name(), state_bytes))
-        ring = ring_of(_nodes([host for host, _ in everywhere], settings), ranks.rank)
+        everywhere = ranks.collect((host_name(), state_bytes, file_bytes))
+        ring = ring_of(_nodes([host for host, _, _ in everywhere], settings), ranks.rank)
         self._peers = peers_of(ring, ranks.rank, settings.copy_nodes)
         addresses = ranks.collect(ranks.together("asking infinityd to copy checkpoints", self._join))
         self._addresses = [addresses[peer] for peer in self._peers]
         self._targets = self._slots()
         length = parity_length([everywhere[peer][1] for peer in self._peers], settings.copy_nodes)
-        ranks.together("reserving space for copies", lambda: self._reserve(length))
+        nbytes = sum(everywhere[peer][2] for peer in self._peers)
+        ranks.together("reserving space for copies", lambda: self._reserve(length, nbytes))
         super().__init__(settings.copies, self._find_complete(retained))
         self._running: CheckpointName | None = None
         """Checkpoint that is being copied."""
@@ -97,13 +100,16 @@ class NodeCopier(Copier):
             for number, slot in enumerate(SLOTS)
         ]
 
-    def _reserve(self, length: int) -> None:
+    def _reserve(self, length: int, file_bytes: int) -> None:
+        """Allocate the parity files, if there is also space for the manifests and state files of the peers."""
         for target in self._targets:
             for folder in (target.parent, folder_of(target)):
                 own_folder(folder, parents=False)
-            with self._daemon.space_reserved(
-                str(target.parent.resolve()), length - allocated_bytes(target), self._folder.run_id
-            ):
+        existing = (sum(map(allocated_bytes, folder_of(target).iterdir())) for target in self._targets)
+        missing = sum(max(file_bytes - nbytes, 0) for nbytes in existing)  # not allocated: each copy writes new files
+        for target in self._targets:
+            size = length - allocated_bytes(target) + missing
+            with self._daemon.space_reserved(str(target.parent.resolve()), size, self._folder.run_id):
                 reserve(target, length, self._folder.roots)
 
     def _find_complete(self, retained: Collection[CheckpointName]) -> CheckpointName | None:

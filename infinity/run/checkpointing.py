@@ -77,10 +77,12 @@ def make_checkpoint_writer(
         nbytes += in_memory.state_bytes()
     space = CheckpointSpace(file, nbytes)
     copiers: list[Copier] = []
-    for setting, opened in ((run.settings.run.mirror, _open_mirror), (run.settings.run.copies, _open_node_copier)):
-        if setting:
-            copiers.append(copier := opened(run))
-            run.undo.push(copier.close)
+    if run.settings.run.mirror:
+        copiers.append(_open_mirror(run))
+        run.undo.push(copiers[-1].close)
+    if run.settings.run.copies:
+        copiers.append(_open_node_copier(run, nbytes))
+        run.undo.push(copiers[-1].close)
     name, directory = base_optimizer.name, run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
@@ -119,12 +121,12 @@ def _open_mirror(run: Run) -> MirrorWriter:
     return MirrorWriter(mirror, run.folder, ranks, run.store, settings.mirror_rate, before=before, previous=previous)
 
 
-def _open_node_copier(run: Run) -> NodeCopier:
+def _open_node_copier(run: Run, file_bytes: int) -> NodeCopier:
     """Prepare copies on other nodes. Raises `ConfigError`, `BudgetError` or `StorageError`."""
     state_bytes = sum(page.nbytes for page in state_pages(run.layout.pages))
     retained = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
     daemon = NodeDaemon(runtime_dir(run.settings.telemetry))
-    return NodeCopier(run.settings.run, run.folder, run.ranks, daemon, state_bytes, retained)
+    return NodeCopier(run.settings.run, run.folder, run.ranks, daemon, state_bytes, file_bytes, retained)
 
 
 def _full_parameter(member: Member) -> TensorSpec:

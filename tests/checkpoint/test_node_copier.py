@@ -240,12 +240,19 @@ class _Requests(NodeDaemon):
 def _copier(folder: Path, daemon: NodeDaemon) -> NodeCopier:
     run = RunFolder.of([str(folder)], "run")
     run.create()
-    return NodeCopier(RunConfig(copies=1), run, _TwoNodes(0, 0, 1), daemon, 8192)
+    return NodeCopier(RunConfig(copies=1), run, _TwoNodes(0, 0, 1), daemon, 8192, 1000)
 
 
 def _publish(copier: NodeCopier, step: int) -> None:
     copier.exchanged([copier.progress, Progress(True, "")])
     copier.published(_Manifest(step), ())  # type: ignore[arg-type]
+
+
+def test_space_for_files_of_other_ranks_is_requested(tmp_path: Path) -> None:
+    """Both slots may be on one drive, so that each request includes the files of both."""
+    daemon = _Requests()
+    _copier(tmp_path, daemon)
+    assert [values["bytes"] for values in daemon.requests("reserve")] == [8192 + 2 * 1000] * 2
 
 
 def test_daemon_that_ended_is_reported_at_the_next_checkpoint(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
