@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from infinity.checkpoint import manifest as files
@@ -35,7 +35,9 @@ class ComputedFiles(CheckpointFiles):
         self._access, self._held = access, held
         most = max(held.parities[holder].contents.nodes for holders in held.computed.values() for holder in holders)
         self._peer = lru_cache(access.manifest)
-        self._page_of_peer = lru_cache(most)(self._read_page_of_peer)  # consecutive pages need the same pages of peers
+        self._stream = cache(self._stream_of)
+        # Consecutive pages need the same pages of the other peers.
+        self._page_of_peer = lru_cache(2 * (most - 2))(self._read_page_of_peer)
 
     def manifest(self, name: Published) -> Manifest:
         """Return a manifest. Raises `CheckpointError`."""
@@ -69,7 +71,7 @@ class ComputedFiles(CheckpointFiles):
         """
         if manifest.rank not in self._held.computed:
             return self._access.page(manifest, page)
-        stream = Stream(manifest.pages)
+        stream = self._stream(manifest.rank)
         first, last = stream.range_of(page)
         content = bytearray()
         for part, holder in enumerate(self._held.computed[manifest.rank]):
@@ -91,11 +93,15 @@ class ComputedFiles(CheckpointFiles):
             if peer.rank != rank:
                 first, last = part_range(peer.length, index.nodes, peer.part)
                 low, high = min(first + start, last), min(first + stop, last)
-                pieces = Stream(self._peer(self._held.name.of(peer.rank)).pages).pieces(low, high)
+                pieces = self._stream(peer.rank).pieces(low, high)
                 contents.append(
                     b"".join(self._page_of_peer(peer.rank, piece.page)[piece.start : piece.stop] for piece in pieces)
                 )
         return xor(*contents)[: stop - start]
+
+    def _stream_of(self, rank: int) -> Stream:
+        name = self._held.name.of(rank)
+        return Stream((self.manifest(name) if rank in self._held.computed else self._peer(name)).pages)
 
     def _read_page_of_peer(self, rank: int, page: int) -> memoryview:
         return self._access.page(self._peer(self._held.name.of(rank)), page)
