@@ -9,7 +9,7 @@ newer one. When the run is closed, every rank copies the newest checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from infinity.checkpoint.manifest import CheckpointName, Manifest
@@ -27,6 +27,8 @@ class Progress(NamedTuple):
     """``True`` if no copy is running."""
     copied: str
     """Identity of the last checkpoint that was copied, or an empty string."""
+    address: str = ""
+    """Address at which this rank's checkpoint is served to other nodes, or an empty string."""
 
 
 class Copier(ABC):
@@ -58,7 +60,7 @@ class Copier(ABC):
         """Checkpoints that the run must retain for its copies, in addition to ``run.retained_checkpoints``."""
         return set()
 
-    def exchanged(self, progress: Collection[Progress]) -> None:
+    def exchanged(self, progress: Sequence[Progress]) -> None:
         """Take note of the progress of all ranks."""
         if self._copied is not None and {each.copied for each in progress} == {self._copied.identity}:
             self._complete = self._copied

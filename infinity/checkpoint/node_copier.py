@@ -75,7 +75,8 @@ class NodeCopier(Copier):
         everywhere = ranks.collect((host_name(), state_bytes, file_bytes))
         ring = ring_of(_nodes([host for host, _, _ in everywhere], settings), ranks.rank)
         self._peers = peers_of(ring, ranks.rank, settings.copy_nodes)
-        addresses = ranks.collect(ranks.together("asking infinityd to copy checkpoints", self._join))
+        self._address = ranks.together("asking infinityd to copy checkpoints", self._join)
+        addresses = ranks.collect(self._address)
         self._addresses = [addresses[peer] for peer in self._peers]
         self._targets = self._slots()
         length = parity_length([everywhere[peer][1] for peer in self._peers], settings.copy_nodes)
@@ -152,10 +153,18 @@ class NodeCopier(Copier):
 
     # Copying #
 
+    @property
+    def progress(self) -> Progress:
+        """Progress of this rank, and its address, which changes if the daemon has restarted on another port."""
+        return super().progress._replace(address=self._address)
+
     def _busy(self) -> bool:
+        answer = next(filter(None, (self._ask("copies_progress") for _ in range(_REQUESTS))), {})
+        if answer and answer.get("ok") is not True:  # the daemon has been restarted
+            joined = self._ask("copies_join", token=self._token)
+            self._address = str(joined.get("address") or self._address)
         if self._running is None:
             return False
-        answer = next(filter(None, (self._ask("copies_progress") for _ in range(_REQUESTS))), {})
         if answer.get("ok") is True and answer.get("copied") == self._running.identity:
             self._copied = self._running
             return False
@@ -165,8 +174,9 @@ class NodeCopier(Copier):
             self._warn(self._running, answer)
         return False
 
-    def exchanged(self, progress: Collection[Progress]) -> None:
+    def exchanged(self, progress: Sequence[Progress]) -> None:
         before = self._complete
+        self._addresses = [progress[peer].address for peer in self._peers]
         super().exchanged(progress)
         if self._complete != before:
             if self._ranks.rank == 0:
@@ -198,9 +208,6 @@ class NodeCopier(Copier):
             "rate": self._settings.copy_rate,
         }
         answer = self._ask("copies_start", **values)
-        if answer.get("ok") is not True:  # the daemon may have been restarted
-            self._ask("copies_join", token=self._token)
-            answer = self._ask("copies_start", **values)
         if answer.get("ok") is not True:
             self._warn(self._running, answer)
 

@@ -224,13 +224,16 @@ class _Requests(NodeDaemon):
 
     def __init__(self) -> None:
         super().__init__(Path("missing"))
-        self.ended = False
+        self.ended = self.restarted = False
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def answer(self, op: str, **values: Any) -> dict[str, Any]:
         """Record a request, and return the response."""
         self.asked.append((op, values))
-        return {} if self.ended else {"ok": True, "busy": True, "copied": "", "address": "node0:9471"}
+        if self.restarted and op == "copies_progress":
+            return {"ok": False, "error": "rank 0 has not joined"}
+        address = "node0:9472" if self.restarted else "node0:9471"
+        return {} if self.ended else {"ok": True, "busy": True, "copied": "", "address": address}
 
     def requests(self, op: str) -> list[dict[str, Any]]:
         """Return the values of the requests of a kind."""
@@ -244,8 +247,19 @@ def _copier(folder: Path, daemon: NodeDaemon) -> NodeCopier:
 
 
 def _publish(copier: NodeCopier, step: int) -> None:
-    copier.exchanged([copier.progress, Progress(True, "")])
+    copier.exchanged([copier.progress, copier.progress._replace(idle=True)])
     copier.published(_Manifest(step), ())  # type: ignore[arg-type]
+
+
+def test_daemon_that_restarts_on_another_port_joins_again(tmp_path: Path) -> None:
+    """The ranks exchange the new address before the next copy."""
+    daemon = _Requests()
+    copier = _copier(tmp_path, daemon)
+    _publish(copier, 1)
+    daemon.restarted = True
+    _publish(copier, 2)
+    started = [(values["identity"], values["peers"][0]["address"]) for values in daemon.requests("copies_start")]
+    assert started == [(f"{1:024x}", "node0:9471"), (f"{2:024x}", "node0:9472")]
 
 
 def test_space_for_files_of_other_ranks_is_requested(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ class CopyingDaemon(NodeDaemon):
     fails: ClassVar[set[int]]
     """Steps of the checkpoints whose copies fail halfway."""
 
+    _copied = ""
+
     def answer(self, op: str, **values: Any) -> dict[str, Any]:
         """Return the response to a request."""
         if op == "copies_join":
