@@ -183,6 +183,8 @@ class NodeCopier(Copier):
                 _log.info("copied %s to other nodes", self._complete)
             self._targets.reverse()  # the next copy replaces the one before
         if self._idle and self._running is not None:
+            if self._complete != self._running:
+                self._since = self._every - 1  # the copy failed, so the next checkpoint is due
             self._running = None
             self._ask("copies_stop")
 
@@ -238,8 +240,8 @@ def _nodes(hosts: Sequence[str], settings: RunConfig) -> list[list[int]]:
         by_host.setdefault(host, []).append(rank)
     if len(by_host) < 2:
         raise ConfigError(
-            f"run.copies = {settings.copies}, but all ranks run on one node, {hosts[0]}. Use several nodes, or copy "
-            "checkpoints with run.mirror."
+            f"run.copies = {settings.copies}, but all ranks run on one node, {hosts[0]}. Use several nodes with "
+            "different host names, or copy checkpoints with run.mirror."
         )
     if len(by_host) < settings.copy_nodes:
         raise ConfigError(

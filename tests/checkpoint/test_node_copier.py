@@ -137,6 +137,11 @@ def test_only_every_nth_checkpoint_is_copied(pair: RankPool, tmp_path: Path) -> 
         assert sorted(int(parity.contents.peers[0].manifest[4:16]) for parity in parities_in([run])) == [5, 6]
 
 
+def test_checkpoint_after_a_failed_copy_is_copied(pair: RankPool, tmp_path: Path) -> None:
+    found = pair.run(partial(save_with_copies, copies=9, fails=(1,)), str(tmp_path), (1, 2, 3, 4))
+    assert [steps for _, steps in found] == [[2, 4]] * 2
+
+
 def test_state_of_any_of_three_nodes_is_computed(tmp_path: Path) -> None:
     """Each node stores half as much as with full copies."""
     (tmp_path / "run").mkdir()
