@@ -182,11 +182,19 @@ class NodeCopier(Copier):
             if self._ranks.rank == 0:
                 _log.info("copied %s to other nodes", self._complete)
             self._targets.reverse()  # the next copy replaces the one before
-        if self._idle and self._running is not None:
+        if self._running is not None and (self._idle or self._failed(progress)):
             if self._complete != self._running:
                 self._since = self._every - 1  # the copy failed, so the next checkpoint is due
-            self._running = None
+            self._idle, self._running = True, None
             self._ask("copies_stop")
+
+    def _failed(self, progress: Collection[Progress]) -> bool:
+        """Return whether a rank has failed to copy the checkpoint, so that the copies of the others are useless.
+
+        Their daemons might wait for minutes for the daemon of this rank.
+        """
+        assert self._running is not None
+        return any(each.idle and each.copied != self._running.identity for each in progress)
 
     def _has_copied(self, checkpoint: CheckpointName) -> bool:
         return self._complete == checkpoint

@@ -119,7 +119,7 @@ def test_damaged_copy_is_an_error(copied: tuple[Path, list[State]], tmp_path: Pa
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_interrupted_copy_leaves_the_earlier_one(lost: int, pair: RankPool, tmp_path: Path) -> None:
-    """The checkpoint of the earlier copy is retained, although `retained_checkpoints` is 1."""
+    """The earlier checkpoint is retained, although `retained_checkpoints` is 1. The other rank stops its copy."""
     found = pair.run(partial(save_with_copies, fails=(2, 3)), str(tmp_path), (1, 2, 3))
     assert [steps for _, steps in found] == [[1], [1]]
     lose(tmp_path, lost)

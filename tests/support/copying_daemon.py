@@ -24,6 +24,9 @@ from infinity.daemon_client import NodeDaemon
 from infinity.run import checkpointing
 from infinity.store.page_store import read_version
 
+_MOST_REQUESTS = 10
+"""Requests for the progress of a copy after which it counts as never stopped."""
+
 
 class CopyingDaemon(NodeDaemon):
     """Daemon of one rank. It copies a checkpoint when it is asked to start."""
@@ -31,7 +34,8 @@ class CopyingDaemon(NodeDaemon):
     steps: ClassVar[list[int]]
     """Steps of the checkpoints that were copied."""
     fails: ClassVar[set[int]]
-    """Steps of the checkpoints whose copies fail halfway."""
+    """Steps of the checkpoints whose copies fail halfway. The daemon of rank 0 then waits until it is asked to stop."""
+    _asked = 0
 
     _copied = ""
 
@@ -43,7 +47,12 @@ class CopyingDaemon(NodeDaemon):
         if op == "copies_start":
             step = self._copy(**values)
             self._copied = "" if step in self.fails else values["identity"]
+            self._asked = 0
             return {"ok": True}
+        if op == "copies_progress" and values["rank"] == 0 and not self._copied:
+            self._asked += 1
+            assert self._asked < _MOST_REQUESTS, "the copy is not stopped, although another rank has failed"
+            return {"ok": True, "busy": True, "copied": "", "error": ""}
         if op == "copies_progress":
             return {"ok": True, "busy": False, "copied": self._copied, "error": "" if self._copied else "no network"}
         return {"ok": True} if op == "copies_stop" else super().answer(op, **values)
