@@ -14,8 +14,16 @@ import pytest
 from support import node_faults
 from support.nodes import Nodes
 
-PER_TEST = ("drive removed/full shard/checkpoint/node1", "power loss, drive wiped/mirror/copy/node0")
-WIDE = "(link cut|60 % packet loss|long pause|full drive)/full shard|wiped/(full shard|HSDP)|daemon killed/.*/training"
+PER_TEST = (
+    "drive removed/full shard/checkpoint/node1",
+    "power loss, drive wiped/mirror/copy/node0",
+    "drive removed, wiped/copies/copy/node1",
+    "daemon killed/copies/training/node1",
+)
+WIDE = (
+    "(link cut|60 % packet loss|long pause|full drive)/full shard|wiped/(full shard|HSDP|copies)|"
+    "daemon killed/.*/training"
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ A trial trains on two nodes (`support.nodes`) with one rank each, and causes a f
 - every rank that can still report ends with a message that names the cause, the host and the rank, or that the run
   continues, if this is promised,
 - the run resumes from the newest checkpoint that the mode guarantees, with the losses of an uninterrupted run,
-- after an interrupted export, the next export has the same content as an export without a fault.
+- after an interrupted export, the next export has the same content as an export without a fault,
+- with copies on other nodes, a run whose daemon is killed logs a warning.
 
 The time from the fault until the last rank has ended is recorded. With `--results`, the program prints a table of files
 from earlier runs.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import random
@@ -31,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,15 +46,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import infinity
 from infinity import peer_failures
 from infinity.checkpoint.checkpoint_files import CheckpointFiles
+from infinity.checkpoint.manifest import published_among
 from infinity.checkpoint.mirror import Mirror
+from infinity.checkpoint.parity import parities_in
 from infinity.ranks import Ranks
 from infinity_tools.cli import main as infinity_command
 from support.daemon_process import until
-from support.nodes import PATIENCE, Nodes, Program
+from support.nodes import PATIENCE, Node, Nodes, Program
 from support.ranks import RankPool
 from support.session import EVERY, Session
 
-MODES = ("full shard", "HSDP", "mirror")
+MODES = ("full shard", "HSDP", "mirror", "copies")
 MOMENTS: dict[str, tuple[Any, str]] = {
     "training": (None, ""),
     "checkpoint": ("infinity.checkpoint.manifest", "write_manifest"),
@@ -59,7 +64,9 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "export": (CheckpointFiles, "page"),
     "resume": ("infinity.run.initial_state", "restore"),
 }
-"""Function before which the fault occurs, by moment."""
+"""Function of a rank before which the fault occurs, by moment."""
+_COPY = ("infinity_daemon.copy_pull", "write_index")
+"""Function of a daemon before which the fault occurs, for the moment "copy" of the mode "copies"."""
 _SHORT_LIMIT, _LIMIT, _LONG_LIMIT = 5, 30, 60
 """Values of `run.heartbeat_timeout_seconds`. A slow machine must not look like a silent one."""
 _PAUSE, _GRACE = 3.0, 1.0
@@ -126,8 +133,7 @@ def _remove_drive(trial: Trial) -> None:
 
 
 def _end_daemon(trial: Trial) -> None:
-    assert trial.daemon is not None
-    trial.daemon.signal(signal.SIGKILL)
+    trial.daemons[trial.victim].signal(signal.SIGKILL)
 
 
 _FAILED_DRIVE = r"EIO|Input/output error"
@@ -174,7 +180,7 @@ def trials() -> list[Result]:
         for mode in MODES
         for moment in MOMENTS
         for victim in range(2)
-        if (moment != "copy" or mode == "mirror")
+        if (moment != "copy" or mode in ("mirror", "copies"))
         and (moment, mode, victim) != ("export", "HSDP", 1)  # rank 0 has all pages
     ]
 
@@ -190,11 +196,10 @@ def _mode(mode: str) -> Iterator[None]:
         yield
 
 
-def _pause_before(moment: str, shared: Path) -> None:
-    """Wait for the fault before the function of a moment is called."""
-    place, name = MOMENTS[moment]
+def _pause_before(place: Any, name: str, shared: Path) -> None:
+    """Wait for the fault before a function of a class, or of a module with this name, is called."""
     if isinstance(place, str):
-        place = sys.modules[place]
+        place = importlib.import_module(place)
     original = getattr(place, name) if name else None
 
     def paused(*arguments: Any, **keywords: Any) -> Any:
@@ -215,7 +220,7 @@ def train(local: str, shared: str, moment: str, mode: str, launch: int, run: dic
     dist.init_process_group("gloo")
     ranks = Ranks.current()
     if moment:
-        _pause_before(moment, Path(shared))
+        _pause_before(*MOMENTS[moment], Path(shared))
     telemetry = {"runtime_dir": f"{local}/run"}
     with (
         _mode(mode),
@@ -242,7 +247,7 @@ def export(local: str, shared: str, moment: str, out: str) -> None:
     """Run `infinity export`."""
     peer_failures.GRACE_SECONDS = _GRACE
     if moment:
-        _pause_before(moment, Path(shared))
+        _pause_before(*MOMENTS[moment], Path(shared))
     sys.argv = ["infinity", "export", f"{local}/{_RUN}", "--out", f"{shared}/{out}"]
     with patch("infinity_tools.export._SILENCE_SECONDS", _LIMIT):
         infinity_command()
@@ -282,7 +287,9 @@ class Trial:
     def __init__(self, nodes: Nodes, result: Result, expected: Expected) -> None:
         self.result, self.fault, self.victim = result, FAULTS[result.fault], result.victim
         self.node, self.programs = nodes[result.victim], list[Program]()
-        self.daemon: Program | None = None
+        self.daemons: dict[int, Program] = {}
+        """Running daemons by node."""
+        self._complete = 0  # step of the newest checkpoint of which all ranks have a copy on another node
         self._nodes, self._expected, self._launches = nodes, expected, 0
         self._shared, self._mirror = nodes.folder / "shared", nodes.folder / "mirror"
 
@@ -292,12 +299,12 @@ class Trial:
         self._reset()
         if self.fault.drive:
             self.node.new_drive()
-        if self.fault.act is _end_daemon:
-            self.daemon = self.node.daemon()
+        self._start_daemons(moment)
         after = moment in ("export", "resume")  # the first launch ends without a fault
         limit = self.fault.limit
         self._train(limit, moment="" if after else moment)
-        self._wait(lambda: self._newest() >= EVERY and (self.result.mode != "mirror" or self._mirrored() >= EVERY))
+        elsewhere = {"mirror": self._mirrored, "copies": self._copied}.get(self.result.mode, self._newest)
+        self._wait(lambda: self._newest() >= EVERY and elsewhere() >= EVERY)
         exported = ""
         if after:
             self._stop()
@@ -322,6 +329,18 @@ class Trial:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
 
+    def _start_daemons(self, moment: str = "") -> None:
+        copies = self.result.mode == "copies"
+        if not copies and self.fault.act is not _end_daemon:
+            return
+        for index, node in enumerate(self._nodes):
+            if copies or node is self.node:
+                (node.folder / "infinityd.toml").write_text('[copies]\nhost = "eth0"\n' if copies else "")
+                paused = copies and moment == "copy" and node is self.node
+                before = partial(_pause_before, *_COPY, self._shared) if paused else None
+                config = str(self._nodes.local / "infinityd.toml")
+                self.daemons[index] = node.daemon("--config", config, before=before)
+
     def _start(self, function: Callable[..., None], moment: str, *arguments: Any) -> None:
         self.programs = [
             node.start(
@@ -335,8 +354,8 @@ class Trial:
     def _train(self, limit: int, *, moment: str = "", resume: str = "") -> None:
         (self._shared / "stop").unlink(missing_ok=True)
         self._launches += 1
-        mirror = {"mirror": f"file://{self._mirror}"} if self.result.mode == "mirror" else {}
-        run = {"heartbeat_timeout_seconds": limit, "resume": resume, **mirror}
+        of_mode = {"mirror": {"mirror": f"file://{self._mirror}"}, "copies": {"copies": 1}}
+        run = {"heartbeat_timeout_seconds": limit, "resume": resume, **of_mode.get(self.result.mode, {})}
         self._start(train, moment, self.result.mode, self._launches, run)
 
     def _stop(self) -> None:
@@ -375,6 +394,18 @@ class Trial:
         found = Mirror(f"file://{self._mirror}").newest()
         return found[1].name.step if found else 0
 
+    def _copied(self) -> int:
+        """Return the step of the newest checkpoint of which all ranks have had a complete copy."""
+
+        def copies(node: Node) -> set[tuple[int, str]]:
+            parities = parities_in(node.inside.glob(f"{_RUN}/2*"))
+            names = published_among([peer.manifest for parity in parities for peer in parity.contents.peers])
+            return {(name.step, name.identity) for name in names}
+
+        steps = [step for step, _ in set.intersection(*map(copies, self._nodes))]
+        self._complete = max(self._complete, *steps, 0)
+        return self._complete
+
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition. No rank may fail in the meantime."""
 
@@ -394,6 +425,8 @@ class Trial:
             self._wait(lambda: self._step() > at)
         else:
             self._wait((self._shared / "reached").exists)
+        if self.result.mode == "copies":
+            self._copied()  # the drive of the node may be lost
         self._began = time.monotonic()
         self.fault.act(self)
         (self._shared / "struck").touch()
@@ -410,6 +443,8 @@ class Trial:
         if None in codes() and not any(codes()):
             self.node.restore()
             self._stop()
+            if self.fault.act is _end_daemon and self.result.mode == "copies" and self.result.moment != "export":
+                self._check_warning()
         until(lambda: None not in codes(), PATIENCE)
         self.result.outcome = "ended" if any(codes()) else "continued"
         if any(codes()):
@@ -428,6 +463,11 @@ class Trial:
         if not re.search(cause, output) or not (re.search(named, output) or (rank == self.victim == lost)):
             self._problem(f"rank {rank} does not name the cause, the host and the rank:\n{output[-2000:]}")
 
+    def _check_warning(self) -> None:
+        output = self.programs[self.victim].output
+        if not re.search("could not be copied to this node: infinityd does not respond", output):
+            self._problem(f"a warning about the daemon is missing:\n{output[-2000:]}")
+
     def _repair(self) -> None:
         for node in self._nodes:
             node.restore()
@@ -440,6 +480,8 @@ class Trial:
         elif self.fault.drive:
             self.node.return_drive()
             self.node.command("rm", "-f", "drive0/filler").wait()
+        if self.result.mode == "copies":
+            self._start_daemons()
 
     # Checks #
 
@@ -449,12 +491,13 @@ class Trial:
     def _check_export(self, expected: str) -> None:
         if (self._shared / "interrupted").exists() and self._digest("interrupted") != expected:
             self._problem("an incomplete export looks like a complete one")
-        if not self.fault.wipes and self._export("again") != expected:
+        if (not self.fault.wipes or self.result.mode == "copies") and self._export("again") != expected:
             self._problem("the next export differs")
 
     def _check_resume(self) -> None:
         saved, mode = self._newest(), self.result.mode
-        promised = self._mirrored() if self.fault.wipes and mode == "mirror" else saved
+        elsewhere = {"mirror": self._mirrored(), "copies": self._complete}
+        promised = elsewhere.get(mode, saved) if self.fault.wipes else saved
         self._train(_LONG_LIMIT, resume="latest")
         if self.fault.wipes and mode == "full shard":
             until(lambda: all(program.poll() for program in self.programs), PATIENCE)

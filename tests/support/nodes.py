@@ -104,6 +104,11 @@ class Node:
         """Path that leads to this node's folder on the node."""
         return self._nodes.local
 
+    @property
+    def inside(self) -> Path:
+        """This node's folder with its mounts, such as a drive of `new_drive`."""
+        return Path(f"/proc/{self._space.pid}/root{self.local}")
+
     def start(self, function: Callable[..., object], *arguments: object, **variables: str) -> Program:
         """Start a process that calls an importable function, with these environment variables."""
         return self._start((function, arguments), variables)
@@ -120,9 +125,9 @@ class Node:
         """Start `torchrun WORDS`; see `Nodes.rendezvous`."""
         return self.start(_torchrun, *map(str, words), **variables)
 
-    def daemon(self, *options: str) -> Program:
-        """Start infinityd with the node's runtime folder, and wait until it serves."""
-        program = self.start(_daemon, str(self._nodes.local / "run"), *options)
+    def daemon(self, *options: str, before: Callable[[], object] | None = None) -> Program:
+        """Start infinityd with the runtime folder, and wait until it serves. Its process first calls `before`."""
+        program = self.start(_daemon, before, str(self._nodes.local / "run"), *options)
         end = time.monotonic() + PATIENCE
         while " started " not in program.output:
             assert program.poll() is None, program.output
@@ -471,9 +476,11 @@ def _torchrun(*words: str) -> None:
     main(list(words))
 
 
-def _daemon(folder: str, *options: str) -> None:
+def _daemon(before: Callable[[], object] | None, folder: str, *options: str) -> None:
     from support.daemon_process import run
 
+    if before is not None:
+        before()
     run(["infinityd", "--runtime-dir", folder, "--port", "0", *options], 2)
 
 
