@@ -41,7 +41,7 @@ from infinity.schema import integer, record
 from infinity.units import MIB
 from infinity.untrusted_files import open_own, own_folder, read_own, sync_folder, write_own
 from infinity_daemon.copy_channel import LATER, MAX_DATA_BYTES, OK, Channel, ChannelError, parsed
-from infinity_daemon.copy_source import MAX_MANIFEST_BYTES, Source, in_thread
+from infinity_daemon.copy_source import MAX_MANIFEST_BYTES, Source, in_thread, until_done
 
 _PATIENCE_SECONDS: Final = 300.0
 """Time without any progress after which a copy fails. The ranks start their copies within a few seconds."""
@@ -218,16 +218,15 @@ class Pull:
         self, peer: Contributor, channel: Channel, kind: str, size: int, name: str, use: Callable[[bytes], object]
     ) -> None:
         """Copy a file to the folder of the parity file, and call `use` with its contents."""
-        async with aiofiles.open(self._folder / name, "wb", opener=open_own, executor=self._threads) as file:
-            for offset in range(0, size, MAX_DATA_BYTES):
-                length = min(MAX_DATA_BYTES, size - offset)
-                await self._ask(channel, op="read", file=kind, offset=offset, length=length)
-                data = await self._answer(peer, channel, length)
-                await file.write(data)
-                use(data)
-                self._moved = time.monotonic()
-            await file.flush()
-            await self._in_thread(os.fsync, file.fileno())
+        file = self._folder / name
+        await self._in_thread(write_own, file, b"")
+        for offset in range(0, size, MAX_DATA_BYTES):
+            length = min(MAX_DATA_BYTES, size - offset)
+            await self._ask(channel, op="read", file=kind, offset=offset, length=length)
+            data = await self._answer(peer, channel, length)
+            await self._in_thread(_change, file, data, offset)
+            use(data)
+            self._moved = time.monotonic()
 
     async def _pages(self, file: Any, channels: Sequence[Channel]) -> None:
         """Copy pages from the current position on."""
@@ -259,7 +258,7 @@ class Pull:
                 await writing
         finally:
             if writing is not None:  # after an error, the position must be final, and no write may be left over
-                await asyncio.wait([writing])
+                await until_done(writing)
                 writing.exception()
 
     async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
@@ -276,10 +275,7 @@ class Pull:
         return content
 
     async def _write(self, file: Any, at: int, data: memoryview) -> None:
-        done = 0
-        await file.seek(at)
-        while done < len(data):
-            done += await file.write(data[done:])
+        await self._in_thread(_write_all, file.fileno(), data, at)
         self._position, self._moved = at + len(data), time.monotonic()
         if self._position - self._synced >= _SYNC_BYTES:
             await self._in_thread(self._sync, file.fileno())
@@ -320,6 +316,23 @@ class _Link(NamedTuple):
     def length(self, at: int, step: int) -> int:
         """Return how many bytes the part has at position `at` of the parity, up to `step`."""
         return max(0, min(step, self.stop - self.start - at))
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, at)
+        view, at = view[done:], at + done
+
+
+def _change(file: Path, data: bytes, at: int) -> None:
+    """Durably write bytes at a position of a file."""
+    descriptor = open_own(file, os.O_WRONLY)
+    try:
+        _write_all(descriptor, data, at)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _combined(links: Sequence[_Link], contents: Sequence[bytes]) -> memoryview:

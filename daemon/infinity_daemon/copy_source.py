@@ -108,13 +108,24 @@ def size_of(path: str) -> int:
 
 
 async def in_thread(threads: Executor, act: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread. If the caller is cancelled, wait for the end of the call.
+    """Call a function in a thread. If the caller is cancelled, even repeatedly, wait for the end of the call.
 
     Otherwise, an abandoned call could change a file while the next copy writes it.
     """
     future = asyncio.get_running_loop().run_in_executor(threads, act, *arguments)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+    await until_done(future)
+    return future.result()
+
+
+async def until_done(future: asyncio.Future[Any]) -> None:
+    """Wait until a future is done. Only then, raise the `asyncio.CancelledError` of the caller, if it is cancelled."""
+    cancelled = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # its error is of no interest anymore
+        raise cancelled

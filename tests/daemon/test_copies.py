@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import tempfile
+import threading
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -300,6 +301,54 @@ def test_a_new_checkpoint_ends_the_copy_of_the_earlier_one(tmp_path, monkeypatch
             check_copy(pair.ranks, pair.own, 2)
 
     run(main())
+
+
+@pytest.mark.parametrize("suffix", [".a", ".json", ".safetensors"])
+def test_a_write_that_was_cancelled_twice_ends_before_the_next_copy(tmp_path, monkeypatch, suffix):
+    write, prepare, events = copy_pull._write_all, copy_pull.Pull._prepare, []
+    opened = threading.Event()
+
+    def gated(descriptor, *arguments):
+        if not opened.is_set() and os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            events.append("begins")
+            assert opened.wait(300)
+            write(descriptor, *arguments)
+            events.append("ends")
+        else:
+            write(descriptor, *arguments)
+
+    def prepared(pull):
+        if pull._job.target.name == "rank00000.a":
+            events.append("copy")
+        return prepare(pull)
+
+    monkeypatch.setattr(copy_pull, "_write_all", gated)
+    monkeypatch.setattr(copy_pull.Pull, "_prepare", prepared)
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.copy()
+            await pair.holder.until(lambda _: "begins" in events)
+            task = pair.holder.copies._ranks[(RUN, 0)].task
+            await pair.holder.ask("stop")
+            pair.ranks = pair.own, pair.peer = [
+                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
+            ]
+            await pair.serve()
+            await pair.copy()
+            await served(pair.holder)
+            await asyncio.sleep(0.05)  # an abandoned write would let the next copy start
+            assert not task.done()
+            opened.set()
+            assert (await pair.holder.ended())["copied"] == LATER
+            assert events == ["copy", "begins", "ends", "copy"]
+            check_copy(pair.ranks, pair.own, 2)
+
+    try:
+        run(main())
+    finally:
+        opened.set()
 
 
 def test_a_copy_ends_with_the_process_of_the_rank(tmp_path, monkeypatch, caplog):
