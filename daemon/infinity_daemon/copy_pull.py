@@ -238,7 +238,8 @@ class Pull:
         for part, (peer, channel, stream) in enumerate(zip(job.contributors, channels, streams, strict=True)):
             start, stop = part_range(stream.length, job.nodes, part)
             check = PageCheck(self._manifests[peer.rank], stream, start + self._position)
-            links.append(_Link(peer, channel, start, stop, check))
+            links.append(_Link(peer, channel, stream, start, stop, check))
+        await asyncio.gather(*(self._verify(link) for link in links))
         # With a limit, there is one request at a time, of at most a second, so that no message times out.
         step = job.rate // len(links) // 4096 * 4096 if job.rate else MAX_DATA_BYTES
         step, ahead = min(max(step, 4096), MAX_DATA_BYTES), 1 if job.rate else _AHEAD
@@ -261,6 +262,14 @@ class Pull:
                 await until_done(writing)
                 writing.exception()
 
+    async def _verify(self, link: _Link) -> None:
+        """Let the peer verify the pages that are only received in part: at the current position, and at the end."""
+        for at in {min(link.start + self._position, link.stop), link.stop}:
+            pieces = link.stream.pieces(at, min(at + 1, link.stream.length))
+            if any(piece.start for piece in pieces):
+                await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
+                await self._answer(link.peer, link.channel, 0)
+
     async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
         await asyncio.sleep(self._pace.delay(sum(link.length(at, step) for link in links)))
         for link in links:
@@ -282,7 +291,10 @@ class Pull:
 
 
 class PageCheck:
-    """Verification of the complete pages in consecutive bytes of a stream."""
+    """Verification of the complete pages in consecutive bytes of a stream.
+
+    The peer verifies the pages at both ends that are not complete.
+    """
 
     def __init__(self, manifest: Manifest, stream: Stream, start: int) -> None:
         """Initialize. `start` is the position of the first byte in the stream."""
@@ -309,6 +321,7 @@ class _Link(NamedTuple):
 
     peer: Contributor
     channel: Channel
+    stream: Stream
     start: int
     stop: int
     check: PageCheck

@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from infinity.errors import ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.schema import integer, one_of, record, text
 from infinity_daemon.copy_channel import (
     FAILED,
@@ -55,7 +55,7 @@ SIZE: Final = integer(0, (1 << 60) - 1)
 _REQUEST = record(
     lacking=("file", "offset", "length"),
     identity=IDENTITY,
-    op=one_of("sizes", "read"),
+    op=one_of("sizes", "read", "verify"),
     file=one_of("manifest", "state", "pages"),
     offset=SIZE,
     length=integer(1, MAX_DATA_BYTES),
@@ -218,11 +218,18 @@ async def _answered(reader: SourceReader, request: dict[str, Any]) -> tuple[int,
     try:
         name, offset, length = request["file"], request["offset"], request["length"]
     except KeyError as error:
-        raise ChannelError(f"a request to read lacks the key {error}") from None
+        raise ChannelError(f"a request lacks the key {error}") from None
+    if request["op"] == "verify" and name != "pages":
+        raise ChannelError(f"a request to verify names {name} instead of pages")
     if offset + length > sizes[name]:
         return FAILED, f"{length} bytes at offset {offset} exceed the {sizes[name]} bytes of {name}".encode()
     try:
+        if request["op"] == "verify":
+            await reader.verify(offset)
+            return OK, b""
         return OK, await reader.read(name, offset, length)
+    except CheckpointError as error:
+        return FAILED, str(error).encode()
     except OSError as error:
         return FAILED, f"{error.filename}: {error.strerror or error}".encode()
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import aiofiles
+import xxhash
 
 from infinity.checkpoint.manifest import Manifest, decode_manifest
 from infinity.checkpoint.parity import Stream
 from infinity.errors import CheckpointError, ConfigError
 from infinity.untrusted_files import open_own, read_own
+from infinity_daemon.copy_channel import MAX_DATA_BYTES
 
 MAX_MANIFEST_BYTES: Final = 1 << 30
 _T = TypeVar("_T")
@@ -88,6 +90,19 @@ class SourceReader:
         if name == "pages":  # each page is read once; caching it would evict data that is needed again
             await in_thread(self._threads, self._drop, places)
         return data
+
+    async def verify(self, offset: int) -> None:
+        """Verify the page that contains a byte of the stream. Raises `CheckpointError` or `OSError`."""
+        manifest = self.source.manifest
+        stream = Stream(manifest.pages)
+        (piece,) = stream.pieces(offset, offset + 1)
+        start, stop = stream.range_of(piece.page)
+        digest = xxhash.xxh3_64(seed=piece.page)
+        for at in range(start, stop, MAX_DATA_BYTES):
+            data = await self.read("pages", at, min(MAX_DATA_BYTES, stop - at))
+            await in_thread(self._threads, digest.update, data)
+        if digest.intdigest() != piece.version.checksum:
+            raise CheckpointError(f"{manifest.layout.page_name(piece.page)} does not match its checksum")
 
     def _drop(self, places: Sequence[tuple[str, int, int]]) -> None:
         for path, start, count in places:

@@ -415,6 +415,44 @@ def test_damaged_files_end_the_copy(tmp_path):
         assert expected in run(copy(name, damage)), name
 
 
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_damaged_page_in_two_parts_ends_the_copies(tmp_path, page):
+    """With three pages and nodes, page 1 is in both parts."""
+    ranks = [Rank(tmp_path / str(number), number, 3, world=3) for number in range(3)]
+    extent = ranks[0].manifest.pages[page].extent
+    with ranks[0].files[extent.path].open("r+b") as file:
+        file.seek(extent.offset + PAGE_BYTES // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    errors = [progress["error"] for progress in run(copied(ranks, 3))]
+    damaged = ["does not match its checksum" in error for error in errors]
+    assert damaged == [False, page != 0, page != 2], errors
+
+
+def test_a_page_at_the_position_of_a_reconnection_is_verified(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            gate = Gate(monkeypatch, 7)
+            await pair.copy()
+            await gate.reached.wait()
+            await pair.holder.until(lambda progress: progress["bytes"] == 7 * STEP)
+            extent = pair.peer.manifest.pages[3].extent  # the copy has the first half of the page
+            data = bytearray(pair.peer.files[extent.path].read_bytes())
+            data[extent.offset + STEP] ^= 1
+            pair.peer.files[extent.path].write_bytes(data)
+            await pair.server.copies.stop()
+            gate.open()
+            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+            await pair.server.copies.start()
+            await pair.server.join()
+            await pair.serve()
+            assert "does not match its checksum" in (await pair.holder.ended())["error"]
+
+    run(main())
+
+
 def test_targets_that_cannot_be_written_end_the_copy(tmp_path):
     async def copy(name, damage):
         async with Pair(tmp_path / name) as pair:
