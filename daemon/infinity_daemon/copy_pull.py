@@ -96,6 +96,10 @@ class Pull:
         self._position = 0  # length of the parity that has been written
         self._synced = 0  # length of the parity that survives a power loss
         self._pace = Pace(job.rate)
+        # With a limit, a request is for at most a second, so that no message times out. The memory does not grow with
+        # the number of peers.
+        total = min(job.rate or MAX_DATA_BYTES, MAX_DATA_BYTES)
+        self._step = max(total // len(job.contributors) // 4096 * 4096, 4096)
         self._moved = time.monotonic()  # time of the last progress
         self._manifests: dict[int, Manifest] = {}  # manifests whose files are complete, by rank
 
@@ -220,8 +224,9 @@ class Pull:
         """Copy a file to the folder of the parity file, and call `use` with its contents."""
         file = self._folder / name
         await self._in_thread(write_own, file, b"")
-        for offset in range(0, size, MAX_DATA_BYTES):
-            length = min(MAX_DATA_BYTES, size - offset)
+        for offset in range(0, size, self._step):
+            length = min(self._step, size - offset)
+            await asyncio.sleep(self._pace.delay(length))
             await self._ask(channel, op="read", file=kind, offset=offset, length=length)
             data = await self._answer(peer, channel, length)
             await self._in_thread(_change, file, data, offset)
@@ -240,9 +245,7 @@ class Pull:
             check = PageCheck(self._manifests[peer.rank], stream, start + self._position)
             links.append(_Link(peer, channel, stream, start, stop, check))
         await asyncio.gather(*(self._verify(link) for link in links))
-        # With a limit, there is one request at a time, of at most a second, so that no message times out.
-        step = job.rate // len(links) // 4096 * 4096 if job.rate else MAX_DATA_BYTES
-        step, ahead = min(max(step, 4096), MAX_DATA_BYTES), 1 if job.rate else _AHEAD
+        step, ahead = self._step, 1 if job.rate else _AHEAD
         rounds, asked = range(self._position, length, step), 0
         writing: asyncio.Task[None] | None = None
         try:

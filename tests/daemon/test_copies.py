@@ -534,9 +534,30 @@ def test_a_limited_copy_requests_at_most_a_second_at_a_time(tmp_path, monkeypatc
             await pair.serve()
             await pair.copy(rate=5000)
             assert (await pair.holder.ended())["copied"] == IDENTITY
-            assert asked == [4096] * (len(pair.peer.stream) // 4096)
+            pages = len(pair.peer.stream)
+            assert asked[-pages // 4096 :] == [4096] * (pages // 4096)
+            files = pair.peer.file, pair.peer.file.with_name(pair.peer.manifest.state_file)
+            assert max(asked) == 4096
+            assert sum(asked) == pages + sum(file.stat().st_size for file in files)
 
     run(main())
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_memory_does_not_grow_with_the_number_of_peers(tmp_path, monkeypatch, nodes):
+    monkeypatch.setattr(copy_pull, "MAX_DATA_BYTES", 4 * 4096)
+    combined, received = copy_pull._combined, []
+
+    def recorded(links, contents):
+        received.append(sum(map(len, contents)))
+        return combined(links, contents)
+
+    monkeypatch.setattr(copy_pull, "_combined", recorded)
+    ranks = [Rank(tmp_path / str(rank), rank, 16, world=nodes) for rank in range(nodes)]
+    run(copied(ranks, nodes))
+    assert max(received) == 4 * 4096 // (nodes - 1) // 4096 * 4096 * (nodes - 1)
+    for rank in ranks:
+        check_copy(ranks, rank, nodes)
 
 
 def test_requests_are_validated(tmp_path):
