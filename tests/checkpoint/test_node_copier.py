@@ -282,7 +282,8 @@ def test_daemon_that_ended_is_reported_at_the_next_checkpoint(caplog: pytest.Log
     with caplog.at_level("WARNING", "infinity"):
         _publish(copier, 2)
     assert [record.getMessage() for record in caplog.records] == [
-        f"rank 0: the checkpoint {step:024x} of step {step} could not be copied to this node: infinityd does not respond"
+        f"rank 0: the checkpoint {step:024x} of step {step} could not be copied to this node: "
+        "infinityd does not respond"
         for step in (1, 2)
     ]
 
