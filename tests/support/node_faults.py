@@ -434,7 +434,7 @@ class Trial:
     def _watch(self) -> None:
         """Wait until all ranks that can report have ended, or until the run has continued."""
         reporting = [rank for rank in range(2) if not (self.fault.silent and rank == self.victim)]
-        at = self._step()
+        at = max(self._step(), self._newest())  # a resumed launch has not logged a step yet
 
         def codes() -> list[int | None]:
             return [self.programs[rank].poll() for rank in reporting]
