@@ -48,6 +48,7 @@ _CONNECT_SECONDS: Final = 10.0
 """Time limit for connecting, and for the authentication of a client."""
 _IDLE_SECONDS: Final = 120.0
 """Time limit for the next request on a connection."""
+_TLS_HINT: Final = ". Check that copies.certificate is set on both nodes or on neither, with the same copies.authority"
 _SIOCGIFADDR: Final = 0x8915
 
 IDENTITY: Final = text("[0-9a-f]{24}")
@@ -134,11 +135,16 @@ class CopyServer:
                 )
         except (OSError, TimeoutError) as error:
             why = getattr(error, "strerror", "") or str(error) or "no answer"
-            raise ChannelError(f"cannot connect to rank {ends.peer} at {address}: {why}") from error
+            shaking = ssl.SSLError | ConnectionResetError | ConnectionAbortedError  # errors of the TLS handshake
+            hint = _TLS_HINT if self._contexts and isinstance(error, shaking) else ""
+            raise ChannelError(f"cannot connect to rank {ends.peer} at {address}: {why}{hint}") from error
         try:
             return await open_channel(reader, writer, ends, token, self._threads)
-        except BaseException:
+        except BaseException as error:
             writer.transport.abort()
+            if isinstance(error, ChannelError):
+                hint = _TLS_HINT if error.__cause__ else ""  # not for a wrong token
+                raise ChannelError(f"the handshake with rank {ends.peer} at {address} failed: {error}{hint}") from error
             raise
 
     async def _accept_all(self, listener: socket.socket) -> None:

@@ -230,7 +230,8 @@ def test_a_copy_fails_with_another_token_or_rank(tmp_path, monkeypatch):
             await pair.holder.join()
             await pair.copy(peers=[{"rank": 5, "address": pair.address}])
             wrong_rank = (await pair.holder.ended())["error"]
-            assert "does not serve rank 1" in wrong_token
+            assert f"handshake with rank 1 at {pair.address} failed: the daemon does not serve rank 1" in wrong_token
+            assert "certificate" not in wrong_token
             assert "does not serve rank 5" in wrong_rank
             assert pair.own.target.read_bytes()[:4096] == b"\xff" * 4096
 

@@ -318,7 +318,7 @@ def test_both_sides_verify_certificates(tmp_path, authority, monkeypatch):
             address = await second.join()
             await second.ask("start", **ranks[1].job([(0, "127.0.0.1:1")]))
             await first.ask("start", **ranks[0].job([(1, address)]))
-            return await first.ended()
+            return {**await first.ended(), "address": address}
 
     assert run(copy(ours, ours))["copied"] == IDENTITY
     check_copy(ranks, ranks[0], 2)
@@ -334,6 +334,8 @@ def test_both_sides_verify_certificates(tmp_path, authority, monkeypatch):
     ]:
         progress = run(copy(holder, server))
         assert progress["error"].startswith("no progress"), name
+        assert f"rank 1 at {progress['address']}" in progress["error"], name
+        assert "copies.certificate" in progress["error"], name
         assert (progress["copied"], progress["bytes"]) == ("", 0), name
 
 
