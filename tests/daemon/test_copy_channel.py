@@ -190,6 +190,7 @@ def test_long_and_invalid_requests_end_the_connection(tmp_path):
                 f'{{"identity": "{IDENTITY}", "op": "read", "file": "/etc/passwd", "offset": 0, "length": 9}}',
                 f'{{"identity": "{IDENTITY}", "op": "read", "file": "pages", "offset": -1, "length": 9}}',
                 f'{{"identity": "{IDENTITY}", "op": "read", "file": "pages", "offset": 0, "length": 99999999}}',
+                f'{{"identity": "{IDENTITY}", "op": "verify", "file": "manifest", "offset": 0, "length": 1}}',
             ):  # fmt: skip
                 assert (await session(place, lambda key: message(key, 0, text.encode())))[0] == 0, text
             beyond = {"identity": IDENTITY, "op": "read", "file": "pages", "offset": 1 << 40, "length": 9}
