@@ -248,7 +248,7 @@ def _nodes(hosts: Sequence[str], settings: RunConfig) -> list[list[int]]:
         by_host.setdefault(host, []).append(rank)
     if len(by_host) < 2:
         raise ConfigError(
-            f"run.copies = {settings.copies}, but all ranks run on one node, {hosts[0]}. Use several nodes with "
+            f"run.copies = {settings.copies}, but all ranks report the host name {hosts[0]}. Use several nodes with "
             "different host names, or copy checkpoints with run.mirror."
         )
     if len(by_host) < settings.copy_nodes:

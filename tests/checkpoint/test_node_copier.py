@@ -170,7 +170,7 @@ def test_missing_node_or_daemon_is_an_error(run: dict[str, int], message: str, p
 
 
 def test_single_node_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"all ranks run on one node, node0"):
+    with pytest.raises(ConfigError, match=r"all ranks report the host name node0"):
         save(str(tmp_path), copies=1)
 
 
