@@ -114,20 +114,24 @@ class NodeCopier(Copier):
                 reserve(target, length, self._folder.roots)
 
     def _find_complete(self, retained: Collection[CheckpointName]) -> CheckpointName | None:
-        """Return the newest of the retained checkpoints that all ranks have copied. Its file becomes the last slot."""
+        """Return the newest of the retained checkpoints that all ranks have copied. Its file becomes the last slot.
+
+        The number of nodes of the copy may differ from ``run.copy_nodes``: until the next checkpoint has been copied,
+        it is the only copy.
+        """
         found = {
-            parity.contents.identity: parity.target
+            (parity.contents.identity, parity.contents.nodes): parity.target
             for parity in parities_in(self._folder.roots)
             if parity.target in self._targets
-            and parity.contents.nodes == self._settings.copy_nodes
-            and [peer.rank for peer in parity.contents.peers] == self._peers
         }
+        names = {checkpoint.identity: checkpoint for checkpoint in retained}
         good = set.intersection(*map(set, self._ranks.collect(list(found))))
-        complete = [checkpoint for checkpoint in retained if checkpoint.identity in good]
-        newest = max(complete, key=lambda checkpoint: checkpoint.identity, default=None)
-        if newest is not None and found[newest.identity] == self._targets[0]:
+        newest = max((copy for copy in good if copy[0] in names), default=None)
+        if newest is None:
+            return None
+        if found[newest] == self._targets[0]:
             self._targets.reverse()
-        return newest
+        return names[newest[0]]
 
     # Requests to the daemon #
 

@@ -157,6 +157,20 @@ def test_state_of_any_of_three_nodes_is_computed(tmp_path: Path) -> None:
         pool.close()
 
 
+def test_changed_number_of_nodes_leaves_the_earlier_copy(tmp_path: Path) -> None:
+    """The copies over 2 nodes are used until a checkpoint has been copied over 3 nodes."""
+    (tmp_path / "run").mkdir()
+    pool = RankPool(3)
+    try:
+        pool.run(save_with_copies, str(tmp_path / "run"))
+        change = partial(save_with_copies, fails=(2, 3), copy_nodes=3, resume="latest")
+        assert [copied for _, copied in pool.run(change, str(tmp_path / "run"), (3,))] == [[]] * 3
+        lose(tmp_path / "run", 1)
+        assert [step for step, _ in pool.run(resume, str(tmp_path / "run"))] == [2] * 3
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [
