@@ -104,7 +104,11 @@ class CheckpointWriter:
         self._checkpoints = {manifest.step: manifest.name.checkpoint for manifest in found}
         """Retained checkpoints by step. `publish` updates them once the files of other checkpoints have been removed.
         """
-        self._newest = max((checkpoint.identity for checkpoint in self._checkpoints.values()), default="")
+        self._repeated: dict[CheckpointName, Mapping[int, Version]] = {
+            manifest.name.checkpoint: manifest.pages for manifest in repeated(found)
+        }
+        """Page versions of checkpoints that the copiers need, although their steps were checkpointed again."""
+        self._newest = max((manifest.identity for manifest in found), default="")
         """Identity of the last checkpoint that was attempted or published. The next identity must be greater."""
         self._not_flushed: list[Mapping[int, Version]] = []
         """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
@@ -122,7 +126,7 @@ class CheckpointWriter:
     @property
     def _to_come(self) -> int:
         """Number of checkpoints that need space: the retained ones not yet written, plus the one being written."""
-        return max(1, self._store.retained + self._copied + 1 - len(self._checkpoints))
+        return max(1, self._store.retained + self._copied + 1 - len(self._checkpoints) - len(self._repeated))
 
     def finish(self) -> None:
         """Wait until the newest checkpoint has been copied, or has failed to be copied. All ranks call it together."""
@@ -223,11 +227,17 @@ class CheckpointWriter:
         # overwritten pages.
         kept = {**self._checkpoints, step: checkpoint}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
+        replaced = self._store.replaced_by(step, prefer)
+        if step in replaced and self._checkpoints[step] in self._needed:
+            self._repeated[self._checkpoints[step]] = replaced.pop(step)
+            self._store.keep(self._repeated[self._checkpoints[step]])
+        for name in self._repeated.keys() - self._needed:  # released once their files have been removed
+            self._not_flushed.append(self._repeated.pop(name))
         removed = True
         try:
-            remove_checkpoints(self._folder, self._ranks, keep=kept.values())
+            remove_checkpoints(self._folder, self._ranks, keep=(*kept.values(), *self._repeated))
         except OSError as error:  # raising it would leave the other ranks waiting, although the checkpoint is published
-            self._keep_replaced(error, self._store.replaced_by(step, prefer))
+            self._keep_replaced(error, replaced.values())
             removed = False
         self._checkpoints = kept
         self._store.adopt(step, versions, prefer)
@@ -239,12 +249,17 @@ class CheckpointWriter:
         for copier in self._copiers:
             copier.published(manifest, tuple(self._checkpoints.values()))
 
+    @property
+    def _needed(self) -> set[CheckpointName]:
+        """Checkpoints that the copiers need."""
+        return set().union(*(copier.needed for copier in self._copiers))
+
     def _pin(self) -> None:
         """Retain the checkpoints that the copiers need."""
-        needed = set().union(*(copier.needed for copier in self._copiers))
+        needed = self._needed
         self._store.pinned = [step for step, checkpoint in self._checkpoints.items() if checkpoint in needed]
 
-    def _keep_replaced(self, error: OSError, replaced: Sequence[Mapping[int, Version]]) -> None:
+    def _keep_replaced(self, error: OSError, replaced: Iterable[Mapping[int, Version]]) -> None:
         """Protect the pages of earlier checkpoints whose files cannot be removed, until a later removal succeeds.
 
         Raises:
@@ -364,10 +379,10 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
 
 
 def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int, replica: int = -1) -> list[HeldCheckpoint]:
-    """Return the checkpoints of a run up to the one to resume from, which is last. Each step appears once.
+    """Return the checkpoints of a run up to the one to resume from, which is last.
 
-    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint of which
-    some slices are not present on any node is skipped with a warning.
+    If a step has several checkpoints, the newest one and those with copies on other nodes are returned. All ranks get
+    the same list. A checkpoint of which some slices are not present on any node is skipped with a warning.
 
     Args:
         folder: Folders of the run on this node. They may not exist.
@@ -395,7 +410,19 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int, replica: int = 
                     "Ignoring %s of run %s: published by %s", partial.name, folder.run_id, problem or partial.count
                 )
     by_step = {checkpoint.name.step: checkpoint for checkpoint in checkpoints}
-    return [*(by_step[step] for step in sorted(by_step) if step < chosen.name.step), chosen]
+    newest = {*(found.name for found in by_step.values() if found.name.step < chosen.name.step), chosen.name}
+    earlier = [found for found in checkpoints if found.name < chosen.name]
+    return [*(found for found in earlier if found.name in newest or found.parities), chosen]
+
+
+def repeated(found: Sequence[Manifest]) -> list[Manifest]:
+    """Return the manifests of checkpoints whose step has a newer checkpoint as well.
+
+    Args:
+        found: manifests in order.
+    """
+    newest = {manifest.step: manifest.identity for manifest in found}
+    return [manifest for manifest in found if manifest.identity != newest[manifest.step]]
 
 
 def find_checkpoints(

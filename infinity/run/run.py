@@ -17,6 +17,7 @@ import torch
 
 import infinity
 from infinity.budget import Budget
+from infinity.checkpoint.publish import repeated
 from infinity.cleanup import Undo, end_all
 from infinity.config import Config, runtime_dir
 from infinity.content.format import Role
@@ -157,10 +158,11 @@ class Run:
         with _naming_limit():
             folder.create()
             retained = settings.run.retained_checkpoints
-            checkpointed = {checkpoint.step: checkpoint.pages for checkpoint in checkpoints}
+            checkpointed = {checkpoint.step: checkpoint.pages for checkpoint in checkpoints}  # the newest of each step
+            in_order = dict(enumerate(checkpoint.pages for checkpoint in checkpoints))
             copied = settings.run.copied_checkpoints
             paths, slots = lay_out(
-                layout.pages, self.directory.stripe_weights, checkpointed, SPARE_SLOTS, retained + copied
+                layout.pages, self.directory.stripe_weights, in_order, SPARE_SLOTS, retained + copied
             )
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
@@ -193,6 +195,7 @@ class Run:
                 spare=SPARE_SLOTS,
                 retries=settings.storage.retries,
                 checkpointed=checkpointed,
+                kept=[checkpoint.pages for checkpoint in repeated(checkpoints)],
                 retained=retained,
                 hashers=self.hashers,
             )

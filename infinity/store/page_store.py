@@ -81,7 +81,7 @@ def lay_out(
     Args:
         pages: pages of the rank, by index.
         stripe_weights: relative amount of data for each path.
-        checkpointed: versions of the checkpoints to resume from: by step, then by page.
+        checkpointed: versions of the checkpoints to resume from: in order, then by page.
         spare: maximum number of writes in flight.
         retained: number of checkpoints to keep.
     """
@@ -203,6 +203,7 @@ class PageStore:
         spare: int,
         retries: int = 0,
         checkpointed: Mapping[int, Mapping[int, Version]] | None = None,
+        kept: Iterable[Mapping[int, Version]] = (),
         retained: int = 1,
         hashers: int = 0,
     ) -> None:
@@ -221,6 +222,7 @@ class PageStore:
             spare: maximum number of writes in flight.
             retries: maximum number of resubmissions of a transfer, see `_may_pass`.
             checkpointed: versions of the checkpoints to resume from: by step, then by page.
+            kept: versions of further checkpoints, by page. They are protected until `release`.
             retained: number of checkpoints to keep.
             hashers: number of threads that hash pages before a write, and number of threads that verify pages after a
                 read. With 0, one thread hashes pages before a write, and each read is verified on the thread that
@@ -247,7 +249,9 @@ class PageStore:
         """Versions of the retained checkpoints: by step (newest last), then by page. Changed only by `adopt`, under
         `_lock`.
         """
-        self._named = Counter(version for versions in self._checkpoints.values() for version in versions.values())
+        self._named = Counter(
+            version for versions in (*self._checkpoints.values(), *kept) for version in versions.values()
+        )
         """Number of checkpoints, published or being published, that contain each version. Changed by the training
         thread, under `_lock`.
         """
@@ -554,10 +558,13 @@ class PageStore:
         }
         return (*sorted(kept), step)
 
-    def replaced_by(self, step: int, prefer: Collection[int] = ()) -> list[Mapping[int, Version]]:
-        """Return the versions of the checkpoints that `adopt` releases, by page. The arguments are those of `adopt`."""
+    def replaced_by(self, step: int, prefer: Collection[int] = ()) -> dict[int, Mapping[int, Version]]:
+        """Return the versions of the checkpoints that `adopt` releases: by step, then by page.
+
+        The arguments are those of `adopt`.
+        """
         retained = set(self.retained_with(step, prefer)) - {step}
-        return [versions for other, versions in self._checkpoints.items() if other not in retained]
+        return {other: versions for other, versions in self._checkpoints.items() if other not in retained}
 
     def adopt(self, step: int, versions: Mapping[int, Version], prefer: Collection[int] = ()) -> None:
         """Retain the versions of a published checkpoint, and release the checkpoints that are no longer retained.

@@ -11,10 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from infinity.checkpoint.copier import Copier, Progress
-from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in
 from infinity.checkpoint.node_copier import NodeCopier
 from infinity.checkpoint.parity import parities_in
 from infinity.config import RunConfig
@@ -124,6 +125,47 @@ def test_interrupted_copy_leaves_the_earlier_one(lost: int, pair: RankPool, tmp_
     assert [steps for _, steps in found] == [[1], [1]]
     lose(tmp_path, lost)
     assert [step for step, _ in pair.run(resume, str(tmp_path))] == [1, 1]
+
+
+def save_again(folder: str, saves: int, steps: tuple[int, ...]) -> list[int]:
+    """Save step 2 several times, and later steps after a resume, but copy only the first checkpoint.
+
+    Return the steps of the checkpoint files on this node.
+    """
+    with copying() as daemon:
+        copy = daemon._copy
+
+        def copy_first(self: Any, **values: Any) -> int:
+            self.fails = {2, *steps} if self.steps else set()
+            step: int = copy(self, **values)
+            return step
+
+        with patch.object(daemon, "_copy", copy_first):
+            save(folder, "", (2,) * saves, copies=1)
+            if steps:
+                save(folder, "", steps, copies=1, resume="latest")
+    (checkpoints,) = Path(folder).glob(f"node{dist.get_rank()}/nvme0/*/checkpoints")
+    return sorted(name.step for name in published_in(checkpoints))
+
+
+@pytest.mark.parametrize(("saves", "steps"), [(2, ()), (4, ()), (3, (3, 4, 5))])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_copied_checkpoint_of_a_repeated_step_is_kept(
+    lost: int, saves: int, steps: tuple[int, ...], pair: RankPool, tmp_path: Path
+) -> None:
+    """Until a newer checkpoint has been copied, the checkpoint of the last copy is kept, also after a resume."""
+    newest = 5 if steps else 2
+    assert pair.run(partial(save_again, saves=saves, steps=steps), str(tmp_path)) == [[2, newest]] * 2
+    lose(tmp_path, lost)
+    assert [step for step, _ in pair.run(resume, str(tmp_path))] == [2, 2]
+
+
+def test_superseded_checkpoint_of_a_repeated_step_is_removed(pair: RankPool, tmp_path: Path) -> None:
+    found = pair.run(partial(save_with_copies, copies=1), str(tmp_path), (2, 2, 3, 4))
+    assert [steps for _, steps in found] == [[2, 2, 3, 4]] * 2
+    for rank in (0, 1):
+        (checkpoints,) = tmp_path.glob(f"node{rank}/nvme0/*/checkpoints")
+        assert sorted(name.step for name in published_in(checkpoints) if name.step < 3) == []
 
 
 def test_only_every_nth_checkpoint_is_copied(pair: RankPool, tmp_path: Path) -> None:
