@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 
 from infinity.checkpoint import manifest as files
+from infinity.checkpoint.held import HeldParity
 from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.parity import folder_of, parities_in
+from infinity.checkpoint.parity import Parity, folder_of, parities_in
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import read_version
@@ -44,35 +46,39 @@ class CheckpointFiles:
         file = self.folder.data_file(version.extent.path, manifest.rank)
         return read_version(file, page, version, manifest.layout.page_name(page))
 
-    def parity(self, rank: int, identity: str, start: int, stop: int) -> bytes | bytearray:
-        """Return bytes [start, stop) of the parity that a rank stores, without verifying them.
+    def parity(self, held: HeldParity, start: int, stop: int) -> bytes | bytearray:
+        """Return bytes [start, stop) of a parity, without verifying them.
 
         Bytes after the end of the parity are omitted. [Note: copies on other nodes]
 
         Args:
-            rank: Rank that stores the parity.
-            identity: Identity of the checkpoint.
+            held: Parity.
             start: First byte.
             stop: Byte after the last one.
 
         Raises:
             CheckpointError: if the parity is missing or cannot be read.
         """
-        file = self._parity_file(rank, identity)
+        file = self._parity_file(held)
         with files.using(file), file.open("rb") as opened:
             return os.pread(opened.fileno(), stop - start, start)
 
-    def copied(self, rank: int, identity: str, name: str) -> bytes | bytearray:
+    def copied(self, held: HeldParity, name: str) -> bytes | bytearray:
         """Return the contents of a manifest or state file that is stored next to a parity. See `parity`."""
-        file = folder_of(self._parity_file(rank, identity)) / name
+        file = folder_of(self._parity_file(held)) / name
         with files.using(file):
             return read_regular(file, files.MOST_STATE)
 
-    def _parity_file(self, rank: int, identity: str) -> Path:
-        for parity in parities_in(self.folder.roots):
-            if parity.rank == rank and parity.contents.identity == identity:
+    @cached_property
+    def _parities(self) -> list[Parity]:
+        return parities_in(self.folder.roots)
+
+    def _parity_file(self, held: HeldParity) -> Path:
+        for parity in self._parities:
+            if (parity.rank, parity.contents) == (held.rank, held.contents):
                 return parity.target
-        raise CheckpointError(f"the copy of checkpoint {identity} that rank {rank} stores was removed")
+        identity = held.contents.identity
+        raise CheckpointError(f"the copy of checkpoint {identity} that rank {held.rank} stores was removed")
 
     @property
     def checkpoints(self) -> Path:

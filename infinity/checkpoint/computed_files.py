@@ -86,9 +86,9 @@ class ComputedFiles(CheckpointFiles):
         return memoryview(content)
 
     def _compute(self, rank: int, holder: int, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of the part of a rank that is in the parity of `holder`."""
+        """Return bytes [start, stop) of the part of a rank that is in parity `holder`."""
         index = self._held.parities[holder].contents
-        contents = [self._access.parity(holder, index.identity, start, stop)]
+        contents = [self._access.parity(self._held.parities[holder], start, stop)]
         for peer in index.peers:
             if peer.rank != rank:
                 first, last = part_range(peer.length, index.nodes, peer.part)
@@ -108,7 +108,7 @@ class ComputedFiles(CheckpointFiles):
 
     def _copied(self, rank: int, name: str) -> bytes | bytearray:
         """Return the contents of a manifest or state file. Every rank that stores a part of a rank has both files."""
-        return self._access.copied(self._held.computed[rank][0], self._held.name.identity, name)
+        return self._access.copied(self._held.parities[self._held.computed[rank][0]], name)
 
     @property
     def checkpoints(self) -> Path:

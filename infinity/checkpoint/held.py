@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ class Seen(NamedTuple):
 class HeldParity(NamedTuple):
     """Parity of a checkpoint, and the processes that can read it."""
 
+    rank: int
+    """Rank that stores the parity."""
     contents: ParityIndex
     processes: Sequence[int]
 
@@ -44,8 +46,8 @@ class HeldCheckpoint:
     """Processes that can read the files of a rank, by the rank that wrote them."""
     parts: Sequence[Part] = ()
     """Parts of all ranks; empty if no process needed to read them or could read them."""
-    parities: Mapping[int, HeldParity] = field(default_factory=dict)
-    """Parities of the checkpoint, by the rank that stores them."""
+    parities: Sequence[HeldParity] = ()
+    """Parities of the checkpoint. A rank may store two, which are spread over different numbers of nodes."""
 
     @property
     def absent(self) -> list[int]:
@@ -80,18 +82,19 @@ class HeldCheckpoint:
     def computed(self) -> Mapping[int, Sequence[int]]:
         """Ranks whose files are not present but can be computed from copies on other nodes.
 
-        The value lists the ranks that store the parities of their parts, in the order of the parts. The other
+        The value lists the indices in `parities` of the parities of their parts, in the order of the parts. The other
         contributors to these parities are present.
         """
         found: dict[int, Sequence[int]] = {}
         for rank in self.absent:
-            by_part: dict[int, int] = {}
-            for holder, (index, _) in self.parities.items():
+            by_nodes: dict[int, dict[int, int]] = {}
+            for number, (_, index, _) in enumerate(self.parities):
                 part = next((peer.part for peer in index.peers if peer.rank == rank), None)
                 if part is not None and all(peer.rank in {rank, *self.holders} for peer in index.peers):
-                    by_part[part] = holder
-            if by_part and len(by_part) == self.parities[min(by_part.values())].contents.nodes - 1:
-                found[rank] = [by_part[part] for part in sorted(by_part)]
+                    by_nodes.setdefault(index.nodes, {})[part] = number
+            for nodes, by_part in by_nodes.items():
+                if len(by_part) == nodes - 1:
+                    found[rank] = [by_part[part] for part in sorted(by_part)]
         return found
 
     def sources(self, parts: Sequence[Part], replica: int = -1) -> tuple[list[int], list[int]]:
@@ -152,13 +155,13 @@ def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
     """
     holders: dict[CheckpointName, dict[int, list[int]]] = {}
     parts: dict[CheckpointName, Sequence[Part]] = {}
-    parities: dict[str, dict[int, HeldParity]] = {}
+    parities: dict[str, dict[tuple[int, ParityIndex], list[int]]] = {}
     for process, (published, known, copies) in enumerate(seen):
         parts.update(known)
         for rank, _, index in copies:
-            there = parities.setdefault(index.identity, {}).get(rank)
-            processes = there.processes if there is not None else []
-            parities[index.identity][rank] = HeldParity(index, [*processes, process])
+            processes = parities.setdefault(index.identity, {}).setdefault((rank, index), [])
+            if process not in processes:  # both parity files may have the same contents
+                processes.append(process)
         for name in published:
             holders.setdefault(name.checkpoint, {}).setdefault(name.rank, []).append(process)
     return [
@@ -166,7 +169,7 @@ def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
             name=name,
             holders=holders[name],
             parts=parts.get(name, ()),
-            parities=parities.get(name.identity, {}),
+            parities=[HeldParity(*of, processes) for of, processes in parities.get(name.identity, {}).items()],
         )
         for name in sorted(holders)
     ]

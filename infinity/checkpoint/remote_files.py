@@ -26,7 +26,7 @@ import torch.distributed as dist
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.checkpoint_files import MODEL_FOLDER, CheckpointFiles
 from infinity.checkpoint.computed_files import with_computed
-from infinity.checkpoint.held import HeldCheckpoint
+from infinity.checkpoint.held import HeldCheckpoint, HeldParity
 from infinity.checkpoint.manifest import Manifest, Published
 from infinity.errors import CheckpointError, CorruptPageError
 from infinity.ranks import Ranks, naming_loss
@@ -117,21 +117,20 @@ class RemoteFiles(CheckpointFiles):
             raise CorruptPageError(name, f"rank {holder}", offset, length, version.checksum, found)
         return data
 
-    def parity(self, rank: int, identity: str, start: int, stop: int) -> bytes | bytearray:
-        """Return bytes of the parity that a rank stores, without verifying them. Raises `CheckpointError`."""
-        processes = self._held.parities[rank].processes
-        if self._ranks.rank in processes:
-            return super().parity(rank, identity, start, stop)
-        return self._ask(self._one_of(processes), _PARITY, rank, start, stop)
+    def parity(self, held: HeldParity, start: int, stop: int) -> bytes | bytearray:
+        """Return bytes of a parity, without verifying them. Raises `CheckpointError`."""
+        if self._ranks.rank in held.processes:
+            return super().parity(held, start, stop)
+        number = self._held.parities.index(held)  # the same on all ranks
+        return self._ask(self._one_of(held.processes), _PARITY, number, start, stop)
 
-    def copied(self, rank: int, identity: str, name: str) -> bytes | bytearray:
+    def copied(self, held: HeldParity, name: str) -> bytes | bytearray:
         """Return the contents of a manifest or state file that is stored next to a parity. Raises `CheckpointError`."""
-        processes, (index, _) = self._held.parities[rank].processes, self._held.parities[rank]
-        if self._ranks.rank in processes:
-            return super().copied(rank, identity, name)
-        (peer,) = (peer.rank for peer in index.peers if name in self._names(peer.rank))
+        if self._ranks.rank in held.processes:
+            return super().copied(held, name)
+        (peer,) = (peer.rank for peer in held.contents.peers if name in self._names(peer.rank))
         kind = _COPIED_MANIFEST if name == self._names(peer)[0] else _COPIED_STATE
-        return self._ask(self._one_of(processes), kind, rank, peer)
+        return self._ask(self._one_of(held.processes), kind, self._held.parities.index(held), peer)
 
     def _names(self, rank: int) -> tuple[str, str]:
         name = self._held.name.of(rank)
@@ -228,11 +227,10 @@ class RemoteFiles(CheckpointFiles):
     def _read(self, kind: int, rank: int, page: int, stop: int) -> bytes | bytearray | memoryview:
         if kind == _COMPANIONS:
             return packed(self.folder.checkpoints) if self.folder.roots else b""
-        identity = self._held.name.identity
         if kind == _PARITY:
-            return super().parity(rank, identity, page, stop)
+            return super().parity(self._held.parities[rank], page, stop)
         if kind in (_COPIED_MANIFEST, _COPIED_STATE):
-            return super().copied(rank, identity, self._names(page)[kind == _COPIED_STATE])
+            return super().copied(self._held.parities[rank], self._names(page)[kind == _COPIED_STATE])
         if rank not in self._served:
             self._served[rank] = super().manifest(self._held.name.of(rank))
         manifest = self._served[rank]

@@ -213,6 +213,31 @@ def test_changed_number_of_nodes_leaves_the_earlier_copy(tmp_path: Path) -> None
         pool.close()
 
 
+def copy_again(folder: str, nodes: int) -> list[int]:
+    """Resume, and copy the checkpoint over another number of nodes into the other file; return the copied steps."""
+    slots = NodeCopier._slots
+    with (
+        patch.object(NodeCopier, "_slots", lambda self: slots(self)[::-1]),
+        patch.object(NodeCopier, "_find_complete", return_value=None),
+    ):
+        return save_with_copies(folder, (), copy_nodes=nodes, resume="latest")[1]
+
+
+def test_copies_over_different_numbers_of_nodes_are_distinguished(tmp_path: Path) -> None:
+    """The two parity files of a rank contain the same checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    pool = RankPool(3)
+    try:
+        states = [state for state, _ in pool.run(save_with_copies, str(folder))]
+        assert pool.run(copy_again, str(folder), 3) == [[2]] * 3
+        lose(folder, 1)
+        for rank, (step, state) in enumerate(pool.run(resume, str(folder))):
+            assert (step, different(state, states[rank])) == (2, [])
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

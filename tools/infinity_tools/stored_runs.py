@@ -261,7 +261,7 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
             continue
         holders = {name.rank: [0] for name in names}
         parts = manifests[0].parts if manifests else ()
-        copies = {rank: HeldParity(index, [0]) for rank, _, index in parities if index.identity == checkpoint.identity}
+        copies = [HeldParity(rank, index, [0]) for rank, _, index in parities if index.identity == checkpoint.identity]
         held = HeldCheckpoint(name=checkpoint, holders=holders, parts=parts, parities=copies)
         problem = held.problem() or problem
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
