@@ -340,7 +340,7 @@ def test_every_error_on_another_node_is_reported(sharded: Path, pair: RankPool, 
     """The serving thread must answer, because the asking rank waits. The type is also that of a lost connection."""
     for name in ("node0", "node1"):
         shutil.copytree(sharded / name, tmp_path / name)
-    with pytest.raises(RankFailedError, match=r"rank \d: RuntimeError: not a lost connection"):
+    with pytest.raises(RankFailedError, match=r"rank \d on host node\d: RuntimeError: not a lost connection"):
         pair.run(resume_unreadable, str(tmp_path), RuntimeError("not a lost connection"))
 
 
