@@ -140,12 +140,12 @@ def test_rejected_reservation_is_retried_and_removes_files(tmp_path: Path, monke
     monkeypatch.setattr(daemon_client, "_PAUSE_SECONDS", 0.02)
     asked: list[str] = []
 
-    def rejecting(_: NodeDaemon, op: str, values: object) -> dict[str, object]:
+    def rejecting(_: NodeDaemon, op: str, **values: object) -> dict[str, object]:
         asked.append(op)
         return {"error": "1 GiB free, of which 1 GiB reserved by run other", "no_room": True} if op == "reserve" else {}
 
     with monkeypatch.context() as patch:
-        patch.setattr(NodeDaemon, "_answer", rejecting)
+        patch.setattr(NodeDaemon, "answer", rejecting)
         model = build(RECIPE)
         with pytest.raises(BudgetError, match="reserved by run other"):
             infinity.offload(model, make_optimizer(RECIPE, model), settings(tmp_path, Paging(), 64 << 20))
