@@ -270,7 +270,7 @@ def test_zero_grad_drops_partially_stored_gradients(tmp_path: Path, monkeypatch:
         losses = [step(model, optimizer, 0)]
         models.loss_of(model, batch(model, 1)).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(Gradients, "_walk", _out_of_memory)
+            patch.setattr(Gradients, "_copy", _out_of_memory)
             with pytest.raises(MemoryError):
                 models.loss_of(model, batch(model, 1)).backward()
         torch_private.reset_states(torch_private.fsdp_states(model), gradients=True)
