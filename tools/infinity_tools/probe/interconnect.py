@@ -29,6 +29,7 @@ _LEAST, _MOST = 5, 50
 EXAMPLE = (
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr node0 -m -- infinity_tools probe --interconnect"
 )
+_ALONE = f"--interconnect requires several ranks; start it on each node, for example with\n{EXAMPLE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,8 @@ def measure(
         ConfigError: If there is only one rank, or the nodes have different numbers of ranks.
         LostRankError: If another rank exits.
     """
-    if not dist.is_initialized() and not torchrun.launched():
-        raise ConfigError(f"--interconnect requires several ranks; start it on each node, for example with\n{EXAMPLE}")
+    if not (dist.is_initialized() and dist.get_world_size() > 1) and not torchrun.launched():
+        raise ConfigError(_ALONE)
     device = infinity.mesh().device_type
     ranks = Ranks.current()
     nodes, per_node = _shape(ranks)
@@ -109,7 +110,7 @@ def _shape(ranks: Ranks) -> tuple[int, int]:
     per_node = ranks.local_world_size
     regular = ranks.rank % per_node == ranks.local_rank and ranks.world_size % per_node == 0
     if ranks.world_size == 1:
-        raise ConfigError(f"--interconnect requires at least 2 ranks, not 1; start it, for example, with\n{EXAMPLE}")
+        raise ConfigError(_ALONE)
     if len(set(ranks.collect((per_node, regular)))) > 1 or not regular:
         raise ConfigError(
             "--interconnect requires the same number of consecutive ranks on each node; pass the same "
