@@ -18,7 +18,7 @@ import torch
 import torch._dynamo  # imported before lives are forked
 import torch.distributed as dist
 
-from infinity.checkpoint.held import held, seen_in, usable
+from infinity.checkpoint.held import Seen, held, seen_in, usable
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from support.ends import End, ending
@@ -94,7 +94,7 @@ def _seen(path: Path) -> dict[str, object]:
 
 def _has_checkpoint(seen: Sequence[dict[str, object]]) -> bool:
     runs = {run for each in seen for run in each}
-    return any(usable(held([each.get(run, ([], {})) for each in seen])) for run in runs)
+    return any(usable(held([each.get(run, Seen()) for each in seen])) for run in runs)
 
 
 class _Forked:
