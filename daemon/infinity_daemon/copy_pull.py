@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import aiofiles
-import numpy as np
 import xxhash
 
 from infinity.checkpoint.manifest import Manifest, Published, decode_manifest
@@ -34,6 +33,7 @@ from infinity.checkpoint.parity import (
     read_index,
     remove_index,
     write_index,
+    xor,
 )
 from infinity.errors import CheckpointError, InfinityError
 from infinity.io.pace import Pace
@@ -177,7 +177,7 @@ class Pull:
         return 0
 
     def _sync(self, descriptor: int) -> None:
-        """Flush what has been written, drop it from the page cache, and record the progress."""
+        """Flush the written data, drop it from the page cache, and record the progress."""
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         progress = dict(zip(("identity", "nodes", "peers"), self._key(), strict=True)) | {"written": self._position}
@@ -355,10 +355,4 @@ def _combined(links: Sequence[_Link], contents: Sequence[bytes]) -> memoryview:
     """Return the XOR of verified contents, padded with zeros to the longest one."""
     for link, content in zip(links, contents, strict=True):
         link.check.feed(content)
-    longest, *others = sorted(contents, key=len, reverse=True)
-    if not others:
-        return memoryview(longest)
-    total = np.frombuffer(bytearray(longest), np.uint8)
-    for content in others:
-        total[: len(content)] ^= np.frombuffer(content, np.uint8)
-    return total.data
+    return xor(*contents)

@@ -85,7 +85,7 @@ class ComputedFiles(CheckpointFiles):
             raise CorruptPageError(name, where, first, last - first, version.checksum, found)
         return memoryview(content)
 
-    def _compute(self, rank: int, holder: int, start: int, stop: int) -> bytes:
+    def _compute(self, rank: int, holder: int, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of the part of a rank that is in parity `holder`."""
         index = self._held.parities[holder].contents
         contents = [self._access.parity(self._held.parities[holder], start, stop)]

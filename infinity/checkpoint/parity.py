@@ -28,6 +28,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import checksum_of, published_among, using
 from infinity.content.layout import PAGE_ALIGNMENT
@@ -262,9 +264,12 @@ def parities_in(roots: Iterable[Path]) -> list[Parity]:
     return found
 
 
-def xor(*contents: bytes | bytearray | memoryview) -> bytes:
+def xor(*contents: bytes | bytearray | memoryview) -> memoryview:
     """Return the XOR of contents, each padded with zeros to the length of the longest one."""
-    result = 0
-    for content in contents:
-        result ^= int.from_bytes(content, "little")
-    return result.to_bytes(max(map(len, contents), default=0), "little")
+    longest, *others = sorted(contents, key=len, reverse=True)
+    if not others:
+        return memoryview(longest)
+    total = np.frombuffer(bytearray(longest), np.uint8)
+    for content in others:
+        total[: len(content)] ^= np.frombuffer(content, np.uint8)
+    return total.data

@@ -54,10 +54,10 @@ class Network:
     all_reduce: Points = ()
     """All-reduce between nodes by all ranks at the same time, each with the ranks that have the same shard."""
     reduces_all: bool = False
-    """Whether a reduce-scatter is an all-reduce whose result is sliced, as in gloo. It sends twice as many bytes."""
+    """``True`` if a reduce-scatter is a sliced all-reduce, as in gloo. It sends twice as many bytes."""
     overlapped: bool = False
-    """Whether collectives run in parallel with computation. On a GPU, FSDP2 runs them on separate streams. On the CPU,
-    it waits for each of them.
+    """``True`` if collectives run in parallel with computation. On a GPU, FSDP2 runs them on separate streams. On the
+    CPU, it waits for each of them.
     """
 
     @property

@@ -561,7 +561,7 @@ class PageStore:
     def replaced_by(self, step: int, prefer: Collection[int] = ()) -> dict[int, Mapping[int, Version]]:
         """Return the versions of the checkpoints that `adopt` releases: by step, then by page.
 
-        The arguments are those of `adopt`.
+        Takes the same arguments as `adopt`.
         """
         retained = set(self.retained_with(step, prefer)) - {step}
         return {other: versions for other, versions in self._checkpoints.items() if other not in retained}

@@ -85,6 +85,10 @@ class Pair:
     async def __aexit__(self, *_):
         await self.stack.aclose()
 
+    def use_later_checkpoint(self, place):
+        """Replace the checkpoints of both ranks."""
+        self.ranks = self.own, self.peer = [Rank(place / str(rank), rank, 9, identity=LATER) for rank in range(2)]
+
     async def serve(self):
         """Serve the checkpoint of rank 1. Its copy of rank 0 waits for an address without a daemon."""
         await self.server.ask("start", **self.peer.job([(0, "127.0.0.1:1")]))
@@ -263,9 +267,7 @@ def test_the_index_of_an_earlier_copy_is_removed_first(tmp_path, monkeypatch):
             await pair.serve()
             await pair.copy()
             await pair.holder.ended()
-            pair.ranks = pair.own, pair.peer = [
-                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
-            ]
+            pair.use_later_checkpoint(tmp_path)
             index, write, found = folder_of(pair.own.target) / INDEX_NAME, copy_pull.Pull._write, []
             assert index.exists()
 
@@ -291,9 +293,7 @@ def test_a_new_checkpoint_ends_the_copy_of_the_earlier_one(tmp_path, monkeypatch
             gate = Gate(monkeypatch, 5)
             await pair.copy()
             await gate.reached.wait()
-            pair.ranks = pair.own, pair.peer = [
-                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
-            ]
+            pair.use_later_checkpoint(tmp_path)
             await pair.copy()
             await pair.copy()  # a repeated request does not start again
             gate.open()
@@ -333,9 +333,7 @@ def test_a_write_that_was_cancelled_twice_ends_before_the_next_copy(tmp_path, mo
             await pair.holder.until(lambda _: "begins" in events)
             task = pair.holder.copies._ranks[(RUN, 0)].task
             await pair.holder.ask("stop")
-            pair.ranks = pair.own, pair.peer = [
-                Rank(tmp_path / str(rank), rank, 9, identity=LATER) for rank in range(2)
-            ]
+            pair.use_later_checkpoint(tmp_path)
             await pair.serve()
             await pair.copy()
             await served(pair.holder)
