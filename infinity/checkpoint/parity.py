@@ -28,8 +28,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import checksum_of, published_among, using
 from infinity.content.layout import PAGE_ALIGNMENT
@@ -269,6 +267,8 @@ def xor(*contents: bytes | bytearray | memoryview) -> memoryview:
     longest, *others = sorted(contents, key=len, reverse=True)
     if not others:
         return memoryview(longest)
+    import numpy as np  # commands that only list runs do not import it
+
     total = np.frombuffer(bytearray(longest), np.uint8)
     for content in others:
         total[: len(content)] ^= np.frombuffer(content, np.uint8)
