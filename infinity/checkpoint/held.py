@@ -26,6 +26,8 @@ class Seen(NamedTuple):
     """Parts of the checkpoints that are incomplete on its node."""
     parities: Sequence[Parity] = ()
     """Complete parities. [Note: copies on other nodes]"""
+    ranks: Sequence[int] = ()
+    """Ranks whose data files are next to a folder for manifests, whether they have published one or not."""
 
 
 class HeldParity(NamedTuple):
@@ -144,7 +146,8 @@ def seen_in(folder: RunFolder) -> Seen:
             with suppress(CheckpointError):  # an unreadable manifest is reported when it is used
                 parts[name] = read_manifest(folder.checkpoints / name.of(rank).file_name, decode=False).parts
                 break
-    return Seen(published, parts, parities_in(folder.roots))
+    ranks = folder.ranks() if folder.checkpoints.is_dir() else []
+    return Seen(published, parts, parities_in(folder.roots), ranks)
 
 
 def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
@@ -156,13 +159,13 @@ def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
     holders: dict[CheckpointName, dict[int, list[int]]] = {}
     parts: dict[CheckpointName, Sequence[Part]] = {}
     parities: dict[str, dict[tuple[int, ParityIndex], list[int]]] = {}
-    for process, (published, known, copies) in enumerate(seen):
-        parts.update(known)
-        for rank, _, index in copies:
+    for process, each in enumerate(seen):
+        parts.update(each.parts)
+        for rank, _, index in each.parities:
             processes = parities.setdefault(index.identity, {}).setdefault((rank, index), [])
             if process not in processes:  # both parity files may have the same contents
                 processes.append(process)
-        for name in published:
+        for name in each.published:
             holders.setdefault(name.checkpoint, {}).setdefault(name.rank, []).append(process)
     return [
         HeldCheckpoint(
@@ -178,6 +181,32 @@ def held(seen: Iterable[Seen]) -> list[HeldCheckpoint]:
 def usable(checkpoints: Iterable[HeldCheckpoint], replica: int = -1) -> list[HeldCheckpoint]:
     """Return the checkpoints of which all slices are present."""
     return [checkpoint for checkpoint in checkpoints if not checkpoint.problem(replica)]
+
+
+def never_complete(seen: Sequence[Seen]) -> bool:
+    """Return whether it is certain that no checkpoint of a run has ever been complete.
+
+    A rank removes a manifest only after all ranks have published a newer one. Therefore, a rank without a manifest has
+    not taken part in a complete checkpoint. The files of all ranks must be present, because an absent host might have
+    other files of this rank.
+
+    Args:
+        seen: What each process sees of the run.
+    """
+    checkpoints = held(seen)
+    numbers = range(max((checkpoint.name.world_size for checkpoint in checkpoints), default=0))
+    present = {rank for each in seen for rank in each.ranks}
+    published = {rank for checkpoint in checkpoints for rank in checkpoint.holders}
+    return (
+        present.issuperset(numbers)
+        and not published.issuperset(numbers)
+        and not any(each.parities for each in seen)
+        # A replica that differs from the others is complete by itself, but only used if it is chosen.
+        and all(
+            checkpoint.parts and not any(usable([checkpoint], number) for number in numbers)
+            for checkpoint in checkpoints
+        )
+    )
 
 
 def choose(run_id: str, checkpoints: Sequence[HeldCheckpoint], step: int, replica: int = -1) -> HeldCheckpoint:

@@ -34,7 +34,16 @@ from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.copier import Copier
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.held import HeldCheckpoint, Seen, choose, held, problems, seen_in, usable
+from infinity.checkpoint.held import (
+    HeldCheckpoint,
+    Seen,
+    choose,
+    held,
+    never_complete,
+    problems,
+    seen_in,
+    usable,
+)
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.module_state import ExtraState, load_state, saved_state
@@ -321,7 +330,7 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
     Args:
         paths: NVMe paths of this node.
         wanted: A run id; ``latest`` for the newest run with a complete checkpoint; ``auto`` for the same, or for no run
-            if the paths contain no run; or an empty string for no run.
+            if no run on the paths has ever had a complete checkpoint; or an empty string for no run.
         ranks: Ranks of the run.
         replica: Replica to resume from, or -1 for any.
 
@@ -330,7 +339,8 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
 
     Raises:
         NoCheckpointError: on all ranks, if the requested run has no complete checkpoint. The message lists the runs
-            that have one. With ``auto``, if no run has a complete checkpoint but parts of a run are present.
+            that have one. With ``auto``, if no run has a complete checkpoint but parts of a run are present, unless
+            they show that its first checkpoint was interrupted.
     """
     if not wanted:
         return ""
@@ -349,7 +359,8 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
     odd = next((passed for *_, passed in everywhere if passed), "")
     missing = {run_id for _, headless, _ in everywhere for run_id in headless}
     known = sorted({run_id for found, *_ in everywhere for run_id in found})
-    runs = {run_id: held(found.get(run_id, Seen()) for found, *_ in everywhere) for run_id in known}
+    seen = {run_id: [found.get(run_id, Seen()) for found, *_ in everywhere] for run_id in known}
+    runs = {run_id: held(seen[run_id]) for run_id in known}
     checkpointed = [run_id for run_id in known if usable(runs[run_id], replica)]
     if wanted in ("latest", "auto") and checkpointed:
         for run_id in known:
@@ -361,8 +372,15 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks, replica: 
         reasons = [problems(runs[wanted], replica).removeprefix("; ")]
     detail = "".join(f"; {text}" for text in (*reasons, odd) if text)
     if wanted == "auto":
-        partial = [run_id for run_id in known if runs[run_id] or run_id in missing]
+        interrupted = [run_id for run_id in known if run_id not in missing and never_complete(seen[run_id])]
+        partial = [run_id for run_id in known if run_id not in interrupted and (runs[run_id] or run_id in missing)]
         if not partial and not odd:
+            for run_id in interrupted if ranks.rank == 0 else ():
+                _log.warning(
+                    "starting a new run, because run %s was interrupted while it wrote its first checkpoint (step %d: "
+                    "%s); free its space with `infinity store rm`",
+                    run_id, runs[run_id][-1].name.step, runs[run_id][-1].count,
+                )  # fmt: skip
             return ""
         what = f"part of run {', '.join(partial)}" if partial else "a folder that resembles a run"
         raise NoCheckpointError(

@@ -83,6 +83,10 @@ class RunFolder:
         """Folder for the manifests."""
         return self.roots[0] / "checkpoints"
 
+    def ranks(self) -> list[int]:
+        """Return the ranks that have a data file on the first path, where every rank has one."""
+        return sorted(int(file.stem.removeprefix("rank")) for file in self.roots[0].glob(f"rank{'[0-9]' * 5}.pages"))
+
     def reserved_file(self, rank: int) -> Path:
         """Return the file that reserves space for a rank's future checkpoints. It exists until the run is closed."""
         return self.checkpoints / f"rank{rank:05d}{RESERVED_SUFFIX}"

@@ -18,9 +18,7 @@ import torch
 import torch._dynamo  # imported before lives are forked
 import torch.distributed as dist
 
-from infinity.checkpoint.held import Seen, held, seen_in, usable
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder
 from support.ends import End, ending
 from support.nodes import Node, Program
 from support.session import Session
@@ -63,11 +61,10 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
     ranks = Ranks.current() if dist.is_initialized() else Ranks(0, 0, 1)
     alone = ranks.local_world_size == 1
     with ending(end, seed, folder, "" if alone else f"rank{ranks.rank:05d}") as calls:
-        exists = _has_checkpoint(ranks.collect(_seen(folder / "nvme0")))  # before a rank creates files
-        run = {"resume": "latest" if exists else "", "retained_checkpoints": RETAINED}
+        run = {"resume": "auto", "retained_checkpoints": RETAINED}
         memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
         with Session(folder, host_cache="small", run=run, **memory) as session:
-            note = session.optimizer.resumed_extra.get("note", 0)
+            exists, note = bool(session.optimizer.resumed_extra), session.optimizer.resumed_extra.get("note", 0)
             say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
             say("begun", calls())
             if not exists:
@@ -86,15 +83,6 @@ def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
     for note in range(1, 2 + steps % 2):
         session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
         say("checkpointed", steps, note)
-
-
-def _seen(path: Path) -> dict[str, object]:
-    return {run.name: seen_in(RunFolder(run.name, (run,))) for run in path.glob("*") if run.is_dir()}
-
-
-def _has_checkpoint(seen: Sequence[dict[str, object]]) -> bool:
-    runs = {run for each in seen for run in each}
-    return any(usable(held([each.get(run, Seen()) for each in seen])) for run in runs)
 
 
 class _Forked:
