@@ -31,8 +31,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,6 +212,23 @@ class Peers:
             if self._rank0_left:
                 break
         return self._failure
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Stop watching if the block, a part of the startup, fails.
+
+        Raises:
+            LostRankError: if a collective failed because another rank failed. It replaces the error from torch.
+        """
+        try:
+            yield
+        except BaseException as error:
+            reason = self.explain(error)
+            # `Ranks.together` has already reported an error, unlike an interrupt.
+            self.leave(None if isinstance(error, Exception) else error)
+            if reason is not None:
+                raise reason from error
+            raise
 
     def leave(self, error: BaseException | None) -> None:
         """Stop watching, because this rank ends normally or fails with `error`. Idempotent."""

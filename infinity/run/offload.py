@@ -33,6 +33,7 @@ from infinity.optim.slicing_check import make_kernel
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
 from infinity.optim.updates import Updates
+from infinity.peer_failures import Peers
 from infinity.ranks import Ranks
 from infinity.run import open_runs
 from infinity.run.checkpointing import Checkpointer, describe, make_checkpoint_writer
@@ -167,19 +168,22 @@ def offload_inside(
     ranks = Ranks.current()
     if ranks.rank == 0:
         warn_of_bf16(sharded)
-    check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
-    ranks.together("closing earlier runs of this process", partial(open_runs.make_way, settings.storage.paths))
-    # Claim the paths and find the checkpoint, then choose the page layout and the number of cache slots.
-    claimed = ClaimedPaths(settings, ranks)
+    peers = Peers(ranks, settings.run.heartbeat_timeout_seconds)  # first, because every stage waits for all ranks
+    with peers.starting():
+        check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
+        ranks.together("closing earlier runs of this process", partial(open_runs.make_way, settings.storage.paths))
+        # Claim the paths and find the checkpoint, then choose the page layout and the number of cache slots.
+        claimed = ClaimedPaths(settings, ranks)
     try:
-        plan = partial(plan_memory, settings, sharded, kernel, ranks, claimed.page_bytes())
-        budget = ranks.together("planning memory", plan)
-        give_shapes(kernel, sharded)
-        prepare_encodings(settings, budget.layout, ranks)
-        if shared := shared_slices(kernel, sharded):
-            check_exchange(settings, kernel)
-        # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
-        run = _open(claimed, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
+        with peers.starting():
+            plan = partial(plan_memory, settings, sharded, kernel, ranks, claimed.page_bytes())
+            budget = ranks.together("planning memory", plan)
+            give_shapes(kernel, sharded)
+            prepare_encodings(settings, budget.layout, ranks)
+            if shared := shared_slices(kernel, sharded):
+                check_exchange(settings, kernel)
+            # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
+            run = _open(claimed, peers, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
     except BaseException as error:
         claimed.release(error)
         raise
@@ -208,11 +212,13 @@ def _check_sources(
         )
 
 
-def _open(claimed: ClaimedPaths, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool) -> Run:
+def _open(
+    claimed: ClaimedPaths, peers: Peers, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
+) -> Run:
     """Choose the folders of the run and open the components that move pages to and from them."""
     directory = RunDirectory.take(claimed, budget.layout, optimizer)
     try:
-        return Run(claimed.settings, claimed.ranks, budget, directory, device, exchanges=exchanges)
+        return Run(claimed.settings, claimed.ranks, peers, budget, directory, device, exchanges=exchanges)
     except BaseException as error:
         end_all(partial(directory.give_up, remove=directory.found is None), cause=error)
         raise

@@ -71,6 +71,7 @@ class Run:
         self,
         settings: Config,
         ranks: Ranks,
+        peers: Peers,
         budget: Budget,
         directory: RunDirectory,
         device: torch.device,
@@ -80,6 +81,7 @@ class Run:
         """Open the run.
 
         Args:
+            peers: the other ranks. This rank leaves them when the run ends, or if this constructor raises an error.
             directory: locked folders of the run. The caller releases them if this constructor raises an error.
             device: compute device.
             exchanges: whether ranks exchange data during updates.
@@ -108,18 +110,18 @@ class Run:
         self.freed = FreedMemory()
         """Limits the amount of freed memory that the C library retains."""
         self.undo.push(self.freed.close)
-        self.peers = Peers(ranks, settings.run.heartbeat_timeout_seconds)
+        self.peers = peers
         """The other ranks. A failure on one rank ends the run on all ranks."""
         try:
-            ranks.together("opening the run", partial(self._open, budget))
-            self.updates_on_device = ranks.agree(
-                ranks.together("choosing where updates run", self._choose_update_device)
-            )
-            """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
+            with peers.starting():
+                ranks.together("opening the run", partial(self._open, budget))
+                self.updates_on_device = ranks.agree(
+                    ranks.together("choosing where updates run", self._choose_update_device)
+                )
+                """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
             self.planner.update_on_device = self.updates_on_device
         except BaseException as error:
-            told = isinstance(error, Exception)  # already reported by `together`, unlike an interrupt
-            end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
+            end_all(*self.undo.take(), cause=error)
             raise
         self.peers.tell(self.pager.fail)
 

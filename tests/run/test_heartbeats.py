@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -18,10 +19,15 @@ import pytest
 import torch.distributed as dist
 
 from infinity import peer_failures
+from infinity.errors import LostRankError
 from infinity.heartbeats import _ATTEMPTS, Silence, StoreAccess
 from infinity.ranks import Ranks
+from infinity.run import run_directory
 from support.processes import fork_server
 from support.ranks import PATIENCE
+from support.separate_nodes import node
+from support.session import Session
+from support.tables import alternate
 
 LIMIT = 15.0
 
@@ -211,5 +217,43 @@ def test_stopped_rank_on_another_node_is_reported(stopped: int, tmp_path: Path) 
             os.kill(processes[stopped].pid, signal.SIGCONT)
     finally:
         for process in processes:
+            process.kill()
+            process.join()
+
+
+def start(rank: int, folder: str, stage: str, failure: int) -> None:
+    """Start a run as a rank on a node of its own. Rank 1 fails in a stage of the startup. The log is a file."""
+    logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
+    peer_failures._node = lambda: ("node", str(rank))
+    peer_failures.GRACE_SECONDS = 1.0
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE))
+    if rank == 1:
+        setattr(run_directory, stage, lambda *_: os.kill(os.getpid(), failure))
+    with node(folder) as place:
+        try:
+            Session(place, run={"resume": "auto", "heartbeat_timeout_seconds": 5})
+        except LostRankError as error:
+            logging.getLogger("infinity").error("raised: %s", error)
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "failure"), alternate(["make_paths", "choose_run"], [signal.SIGSTOP, signal.SIGKILL])
+)
+def test_node_that_fails_while_the_run_is_looked_for_is_reported(stage: str, failure: int, tmp_path: Path) -> None:
+    """The other rank waits in a collective. If the rank is stopped, its process is terminated."""
+    ranks = [fork_server().Process(target=start, args=(rank, str(tmp_path), stage, failure)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        ranks[0].join(PATIENCE)
+        assert ranks[0].exitcode == 1
+        log = (tmp_path / "log0").read_text()
+        assert "no sign of life from rank 1 on host node1 for " in log
+        assert ("raised: no sign of life" in log) == (failure == signal.SIGKILL)
+    finally:
+        for process in ranks:
             process.kill()
             process.join()

@@ -24,13 +24,14 @@ from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, set
 
 RECIPE = Recipe(model="toy")
 STAGES = (
+    "offload.Peers",
     "run_directory.make_paths",
     "run_directory.FolderLock.acquire",
     "run_directory.run_ids",
     "run_directory.FolderLock.name",
     "offload.plan_memory",
     "run_directory._agree_on_stripe_weights",
-    "run.Peers",
+    "run.FreedMemory",
     "space_reservation.reserve",
     "run.HostCache",
     "run.open_engine",

@@ -830,7 +830,7 @@ def test_failed_resume_removes_no_checkpoint(
     assert before == [EVERY, 2 * EVERY, STEPS]
     for where in (
         "space_reservation.reserve", "initial_state.restore", "run.open_engine", "checkpointing.checkpoint_bytes",
-        "run.Peers",
+        "run.FreedMemory",
     ):  # fmt: skip
         with subtests.test(where), pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"infinity.run.{where}", _raise_eio)
@@ -847,7 +847,8 @@ def test_failed_startup_of_a_new_run_removes_its_files(subtests: pytest.Subtests
     (tmp_path / "nvme0").mkdir()
     (tmp_path / "nvme0" / "precious").write_text("not ours")
     for where in (
-        "space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes", "run.Peers"
+        "space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes",
+        "run.FreedMemory",
     ):  # fmt: skip
         with subtests.test(where), pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"infinity.run.{where}", _raise_eio)
