@@ -1,7 +1,7 @@
 """Shared parts of the console scripts: `--version`, help layout, and user-facing errors. Requires typer.
 
-A usage error prints one line to stderr, without a traceback, and exits with status 2. If several ranks fail for the
-same reason, only one of them prints it.
+A usage error prints one line to stderr, without a traceback, and exits with status 2. If several ranks on a node
+fail for the same reason, only one of them prints it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import math
 import os
 import re
+import socket
 import sys
 import tempfile
 import textwrap
@@ -312,7 +313,8 @@ def _store_of_ranks() -> Store | None:
 
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*place, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
-        return PrefixStore(f"infinity/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        # Each node may have a terminal of its own.
+        return PrefixStore(f"infinity/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{socket.gethostname()}", store)
     except (ImportError, KeyError, ValueError, RuntimeError):
         return None
 

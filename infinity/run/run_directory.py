@@ -76,7 +76,7 @@ class ClaimedPaths:
         made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
         self.undo.push(partial(unmake_paths, made))
 
-        number = _number_on_path(Path(paths[0]), ranks, host)
+        number = number_on_path(Path(paths[0]), ranks, host)
 
         def lock_paths() -> FolderLock:
             held = FolderLock.acquire(paths, UNKNOWN_RUN, number, made)
@@ -312,7 +312,7 @@ def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ran
     return "a different page layout (ranks, paths, page size or dtype)"
 
 
-def _number_on_path(path: Path, ranks: Ranks, host: str) -> int:
+def number_on_path(path: Path, ranks: Ranks, host: str) -> int:
     """Return the number of lower ranks that use the same folder, which may be on a file system that nodes share.
 
     Each rank creates a file and looks for the files of lower ranks by their names, because the listing of a folder on a

@@ -13,7 +13,9 @@ from support.command import SMALL
 from support.nodes import Node, Nodes, Program
 
 
-def run_on_all(nodes: Nodes, start: str, *words: object, order: tuple[int, ...] = (0, 1)) -> list[Program]:
+def run_on_all(
+    nodes: Nodes, start: str, *words: object, order: tuple[int, ...] = (0, 1), status: int = 0
+) -> list[Program]:
     """Run `torchrun START WORDS` on every node, with the node ranks of `order`; return the programs after their end."""
     options = shlex.split(start)
     assert options[:2] == ["torchrun", "--nnodes=2"]
@@ -24,7 +26,7 @@ def run_on_all(nodes: Nodes, start: str, *words: object, order: tuple[int, ...] 
         for rank in range(len(order))
     ]
     for program in programs:
-        program.wait()
+        program.wait(status)
     return programs
 
 
@@ -76,6 +78,17 @@ def test_nodes_may_share_a_folder(tmp_path: Path) -> None:
         first, _ = run_on_all(nodes, moved, *words, order=(1, 0))
         assert steps(out) == (2, 2)
         assert "copied to a new run" not in " ".join(first.output.split())
+
+
+@pytest.mark.wide
+def test_private_output_folders_are_rejected_on_all_nodes(tmp_path: Path) -> None:
+    """Each node prints the reason, because it may have a terminal of its own."""
+    with Nodes(tmp_path, 2) as nodes:
+        start = f"torchrun --nnodes=2 --node-rank=0 --master-addr={nodes[0].address}"
+        out = nodes.local / "out"
+        for program in run_on_all(nodes, start, "-m", "infinity_tools", *SMALL, "--out", out, status=1):
+            assert "Choose a folder on a file system that all nodes share" in " ".join(program.output.split())
+        assert not any((node.folder / "out").exists() for node in nodes)
 
 
 def infinity(node: Node, *words: object) -> str:

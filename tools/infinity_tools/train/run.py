@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from infinity.config import check_config, runtime_dir, with_absolute_paths
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.models.building import one_line
 from infinity.ranks import Ranks
+from infinity.run.run_directory import number_on_path
 from infinity.run.run_name import with_name
 from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
@@ -73,20 +74,20 @@ class RunOptions:
     """Whether to print only the summary, as JSON."""
 
 
-def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
+def run_training(given: Callable[[], Mapping[str, Any]], options: RunOptions) -> int:
     """Train, and return the exit status: 0, or 128 and the number of the signal that ended the run early.
 
     Args:
-        given: Values of the recipe and the command line, with unchecked keys and types.
+        given: Reads the values of the recipe and the command line, with unchecked keys and types.
         options: Options of this start.
 
     Raises:
         InfinityError: if a value is invalid or training failed. The message gives the reason.
     """
-    recipe, before, settings = _resolved(given, options)
     if options.metrics_port is not None:
         from infinity.telemetry import exporter  # noqa: F401  # report a missing extra before any work
     mesh, ranks = infinity.mesh(), Ranks.current()
+    recipe, before, settings = _resolved_together(given, options, ranks)
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     out = Path(recipe.get("output_dir") or ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S"))).absolute()
@@ -121,6 +122,27 @@ def run_training(given: Mapping[str, Any], options: RunOptions) -> int:
     return 128 + run.callback.stopped_by if run.callback.stopped_by else 0
 
 
+def _resolved_together(
+    given: Callable[[], Mapping[str, Any]], options: RunOptions, ranks: Ranks
+) -> tuple[Recipe, Recipe, Config]:
+    """Call `_resolved` on all ranks. If its files are missing on some nodes only, all of them fail with the reason."""
+    found, error = None, None
+    try:
+        found = _resolved(given(), options)
+    except InfinityError as failure:
+        error = failure
+    if any(ranks.collect(found is not None)) and error is not None:
+        error = ConfigError(f"{error}. The recipe and --out must be on a file system that all nodes share.")
+
+    def result() -> tuple[Recipe, Recipe, Config]:
+        if error is not None:
+            raise error
+        assert found is not None
+        return found
+
+    return ranks.together("reading the recipe", result)
+
+
 def _resolved(given: Mapping[str, Any], options: RunOptions) -> tuple[Recipe, Recipe, Config]:
     """Return the recipe of a run, the previous values of keys that a resumed run changes, and the settings.
 
@@ -152,12 +174,32 @@ def _output_folder(out: Path, settings: Config, ranks: Ranks, *, resumes: bool) 
     """Create and claim the output folder. Yield the settings, with a folder for the state.
 
     Folders that are empty at the end are removed.
+
+    Raises:
+        ConfigError: if the folder cannot be used, or is not shared by all nodes.
     """
     made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("creating the output folder", lambda: _with_folders(out, settings))
     claimed: Any = (lambda: claim(out, LOG, resumes=resumes)) if ranks.rank == 0 else nullcontext
-    with without_leftovers(made), ranks.together("claiming the output folder", claimed):
-        yield settings
+    with without_leftovers(made):
+        _check_shared(out, ranks)
+        with ranks.together("claiming the output folder", claimed):
+            yield settings
+
+
+def _check_shared(out: Path, ranks: Ranks) -> None:
+    """Check that all nodes see the same output folder, in which rank 0 writes files that all ranks read to resume."""
+    host = socket.gethostname()
+    first, lower = ranks.agree(host), number_on_path(out, ranks, host)
+
+    def check() -> None:
+        if host != first and not lower:
+            raise ConfigError(
+                f"--out {str(out)!r} on host {host} is a different folder than on host {first}. Choose a folder on a "
+                "file system that all nodes share; --nvme stores the state on the drives of each node."
+            )
+
+    ranks.together("checking the output folder", check)
 
 
 class Run:

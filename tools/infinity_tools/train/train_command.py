@@ -164,8 +164,6 @@ def train(
         if model == "list":
             list_presets(json=json)
             return
-        given = recipes.read(recipe) if recipe is not None else {}
-        given |= recipes.of_config(config) if config is not None else {}
         typed = recipes.of_words(context.meta["extra"])
         own = {
             "model": model,
@@ -176,7 +174,13 @@ def train(
             "offload.storage.paths": [str(path) for path in nvme] if nvme else None,
             "offload.memory.host_bytes": host_memory,
         }
-        given |= recipes.replacing(typed, given) | {name: value for name, value in own.items() if value is not None}
+
+        def given() -> recipes.Recipe:
+            found = recipes.read(recipe) if recipe is not None else {}
+            found |= recipes.of_config(config) if config is not None else {}
+            chosen = {name: value for name, value in own.items() if value is not None}
+            return found | recipes.replacing(typed, found) | chosen
+
         status = run_training(
             given,
             RunOptions(
