@@ -4,7 +4,8 @@
 store's timeouts do not apply. If the link is restored, TCP continues at its next retransmission, and the intervals
 between retransmissions double each time. A new connection does not have this delay. Therefore `StoreAccess` runs each
 access on a separate thread. While an access is pending, it starts others on new connections from time to time, and any
-of them may succeed.
+of them may succeed. An access whose connection was reset, for example by a firewall, is repeated on a new connection if
+the store still accepts connections.
 """
 
 from __future__ import annotations
@@ -69,15 +70,18 @@ class Silence(Generic[K]):
 class StoreAccess(Generic[T]):
     """Runs accesses to a store on separate threads; see [Note: a cut link]. Use it from a single thread."""
 
-    def __init__(self, store: Any, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Any, patience: float, accepts: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Prepare a connection.
 
         Args:
             store: store of the process group. Accesses use clones of it, so that calls do not wait for each other.
             patience: time in seconds after which an access without a response is repeated on a new connection.
+            accepts: function that returns whether the store accepts connections. It is called when one was lost.
             clock: function that returns the time in seconds.
         """
-        self._store, self._patience, self._clock = store, patience, clock
+        self._store, self._patience, self._accepts, self._clock = store, patience, accepts, clock
         self._accesses: SimpleQueue[Callable[[Any], T] | None] = SimpleQueue()
         self._results: SimpleQueue[T | Exception] = SimpleQueue()
         self._lock = threading.Lock()
@@ -99,7 +103,8 @@ class StoreAccess(Generic[T]):
             The newest result of this or an earlier call that has not been returned yet; None if there is none.
 
         Raises:
-            RuntimeError: if the connection is lost, because the process that hosts the store has exited.
+            RuntimeError: if the connection is lost, and the store does not accept others because the process that hosts
+                it has exited.
         """
         with self._lock:
             late = self._clock() - self._began > self._patience and self._pending < _ATTEMPTS
@@ -130,11 +135,7 @@ class StoreAccess(Generic[T]):
 
     def _serve(self, store: Any) -> None:
         while (access := self._accesses.get()) is not None:
-            try:
-                store = store or self._store.clone()
-                result: T | Exception = access(store)
-            except Exception as error:
-                result = error
+            store, result = self._access(access, store)
             with self._lock:
                 self._pending -= 1
                 end = isinstance(result, Exception) or self._idle > 0
@@ -143,3 +144,13 @@ class StoreAccess(Generic[T]):
                     self._results.put(result)
             if end:
                 return
+
+    def _access(self, access: Callable[[Any], T], store: Any) -> tuple[Any, T | Exception]:
+        """Run an access on a connection, or on a new one if it is None. Return the connection and the result."""
+        try:
+            connection = store or self._store.clone()
+            return connection, access(connection)
+        except Exception as error:
+            if store is None or not self._accepts():
+                return None, error
+        return self._access(access, None)

@@ -57,6 +57,8 @@ _EXPLAIN_LOOKS = 5
 """Looks after the limit until all ranks know that a node has been given up."""
 _LONGEST_REASON = 4000
 _LEAVE_SECONDS = 0.1
+_CLOSE_SECONDS = 0.5
+"""Time, in seconds, between the closing of the first and the last socket of a process that exits."""
 _HEARD_SECONDS = 30.0
 """Time, in seconds, in which ranks on other nodes must learn that rank 0 has left or that this rank has failed."""
 _PATIENCE_SECONDS = 3.0
@@ -160,7 +162,7 @@ class Peers:
         self._store = _store_text(places, address)
         self._limit = limit
         patience = max(_PATIENCE_SECONDS, limit / 6) if self._several else math.inf
-        self._access: StoreAccess[_News] = StoreAccess(store, patience)
+        self._access: StoreAccess[_News] = StoreAccess(store, patience, partial(accepts_connections, address))
         self._silence: Silence[tuple[str, int]] = Silence(limit)
         self._watched = [rank for rank in (self._first if ranks.rank == 0 else [0]) if rank != ranks.rank]
         processes = [("process", rank) for rank in self._processes]
@@ -426,6 +428,14 @@ def _address(store: Any) -> tuple[str, int]:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", ""), getattr(store, "port", 0)
+
+
+def accepts_connections(address: tuple[str, int]) -> bool:
+    """Return whether a store that has closed a connection still accepts others."""
+    time.sleep(_CLOSE_SECONDS)
+    with suppress(OSError), socket.create_connection(address, _STORE_SECONDS):
+        return True
+    return False
 
 
 def _is_local(host: str) -> bool:

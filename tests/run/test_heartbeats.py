@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -132,7 +135,7 @@ def store() -> Any:
 
 
 def test_accesses_reuse_a_connection(store: Store) -> None:
-    access: StoreAccess[str] = StoreAccess(store, 3.0, Clock())
+    access: StoreAccess[str] = StoreAccess(store, 3.0, lambda: False, Clock())
     store.open.set()
     assert [access.run(store.access(value), 900) for value in "abc"] == ["a", "b", "c"]
     assert store.clones == 1
@@ -140,7 +143,7 @@ def test_accesses_reuse_a_connection(store: Store) -> None:
 
 
 def test_blocked_access_is_repeated_on_a_new_connection(store: Store) -> None:
-    access: StoreAccess[str] = StoreAccess(store, 3.0, clock := Clock())
+    access: StoreAccess[str] = StoreAccess(store, 3.0, lambda: False, clock := Clock())
     begun = 0
     for second in range(100):
         assert access.run(store.access(str(second)), 0) is None
@@ -165,7 +168,7 @@ def test_lost_connection_is_reported_only_if_no_other_is_pending(store: Store) -
         raise RuntimeError("closed")
 
     gone = threading.Event()
-    access: StoreAccess[str] = StoreAccess(store, 3.0, clock := Clock())
+    access: StoreAccess[str] = StoreAccess(store, 3.0, lambda: False, clock := Clock())
     assert access.run(lost, 0) is None
     clock.now += 4
     assert access.run(store.access("new"), 0) is None
@@ -179,6 +182,48 @@ def test_lost_connection_is_reported_only_if_no_other_is_pending(store: Store) -
     with pytest.raises(RuntimeError, match="closed"):
         access.run(lost, 900)
     access.close()
+
+
+@pytest.mark.parametrize(("losses", "accepts"), [(1, True), (1, False), (2, True)])
+def test_access_is_repeated_once_if_the_store_accepts_connections(losses: int, accepts: bool, store: Store) -> None:
+    def lost(_: Any) -> str:
+        begun.append(1)
+        if len(begun) <= losses:
+            raise RuntimeError("closed")
+        return "new"
+
+    begun: list[int] = []
+    store.open.set()
+    access: StoreAccess[str] = StoreAccess(store, 3.0, lambda: accepts, Clock())
+    assert access.run(store.access("first"), 900) == "first"
+    if losses == 1 and accepts:
+        assert access.run(lost, 900) == "new"
+    else:
+        with pytest.raises(RuntimeError, match="closed"):
+            access.run(lost, 900)
+    assert (len(begun), store.clones) == ((2, 2) if accepts else (1, 1))
+    access.close()
+
+
+def test_connection_that_was_reset_is_replaced() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    accepts = partial(peer_failures.accepts_connections, ("127.0.0.1", store.port))
+    access: StoreAccess[int] = StoreAccess(store, 900, accepts)
+    assert access.run(lambda connection: connection.add("beats", 1), 900) == 1
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == store.port:
+            with socket.fromfd(connection.fd, socket.AF_INET, socket.SOCK_STREAM) as client:
+                client.shutdown(socket.SHUT_RDWR)
+    assert access.run(lambda connection: connection.add("beats", 1), 900) == 2
+    access.close()
+
+
+def test_closed_port_accepts_no_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        assert peer_failures.accepts_connections(address)
+    assert not peer_failures.accepts_connections(address)
+    assert not peer_failures.accepts_connections(("", 0))
 
 
 def watch(rank: int, folder: str, stopped: bool) -> None:
