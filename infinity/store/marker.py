@@ -184,7 +184,7 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 marker = _marker_of(root)
             except FileNotFoundError:
                 try:
-                    if os.listdir(root):  # see `empty_folders`
+                    if set(os.listdir(root)).difference(drafts_in(root)):  # see `empty_folders`
                         passed[root] = f"it has no {MARKER_NAME}"
                 except FileNotFoundError:  # just removed
                     pass
@@ -203,7 +203,7 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
 
 
 def empty_folders(path: Path) -> list[Path]:
-    """Return this user's empty folders that have the name of a run.
+    """Return this user's folders that have the name of a run and contain at most drafts of a marker.
 
     They are left by a start that was interrupted before it wrote its marker, or by an interrupted removal.
 
@@ -218,9 +218,15 @@ def empty_folders(path: Path) -> list[Path]:
         root = path / name
         with suppress(OSError):  # removed, not a folder, or not readable
             about = root.lstat()
-            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not os.listdir(root):
+            mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+            if mine and not set(os.listdir(root)).difference(drafts_in(root)):
                 found.append(root)
     return found
+
+
+def drafts_in(root: Path) -> list[str]:
+    """Return the names of the markers in a folder that an interrupted start has not finished. Raises `OSError`."""
+    return [name for name in os.listdir(root) if name.startswith(f".{MARKER_NAME}.")]
 
 
 def _marker_of(root: Path) -> Marker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -152,6 +153,23 @@ def test_auto_resumes_from_a_mirror_after_an_interrupted_run(interrupted: Path, 
     (other := tmp_path / "other").mkdir()
     pair.run(start, str(other), 2, address)
     assert [step for step, *_ in pair.run(start, str(interrupted), 0, address)] == [2, 2]
+
+
+def die_before_the_marker(folder: str) -> None:
+    """Start a run that kills itself when it has written the marker under a temporary name."""
+    torch.set_num_threads(1)
+    os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    Session(Path(folder))
+
+
+def test_auto_starts_again_after_a_start_without_marker(tmp_path: Path) -> None:
+    process = fork_server().Process(target=die_before_the_marker, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    (draft,) = tmp_path.glob("nvme0/*/.infinity.run.*")
+    with Session(tmp_path, run={"resume": "auto"}) as session:
+        assert session.optimizer.steps == 0
+        assert draft.exists()
 
 
 NAME, OTHER = (CheckpointName(step=1, identity=digit * 24, world_size=2) for digit in "01")

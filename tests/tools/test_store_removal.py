@@ -161,12 +161,13 @@ def test_gc_removes_empty_run_folder(nvme: Path) -> None:
     for folder in (left, starting, full, foreign, named):
         folder.mkdir()
     (full / "precious").touch()
+    (left / ".infinity.run.0a1b2c3d").touch()
     if os.geteuid() == 0:
         os.chown(foreign, OTHER_USER, -1)
     else:
         foreign.rmdir()
     (nvme / "20260101-000000-eeeeee").symlink_to(named)
-    kept = [entry for entry in listed(nvme) if entry != left]
+    kept = [entry for entry in listed(nvme) if left not in (entry, *entry.parents)]
     lock = FolderLock.acquire([nvme], starting.name, 0)
     try:
         found = json.loads(run_here("store", "gc", nvme, "--dry-run", "--json").output)["waste"]

@@ -35,7 +35,7 @@ from infinity.errors import CheckpointError, ConfigError, StorageError
 from infinity.io.pace import Pace
 from infinity.io.probe import targets
 from infinity.store.folder import Holder, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
-from infinity.store.marker import MARKER_NAME, FoundRun, empty_folders, is_run_id, look_for_runs
+from infinity.store.marker import MARKER_NAME, FoundRun, drafts_in, empty_folders, is_run_id, look_for_runs
 from infinity.store.page_store import Version, read_version
 from infinity_tools import trial_folders
 
@@ -487,10 +487,13 @@ class Waste:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the empty folder of a run, which has no marker either. Raises `ConfigError` or `OSError`."""
+    """Remove the folder of a run, which has at most drafts of a marker. Raises `ConfigError` or `OSError`."""
     with suppress(FileNotFoundError):
-        if owner := holder_of(RunFolder(folder.name, (folder,))):
+        run = RunFolder(folder.name, (folder,))
+        if owner := holder_of(run):
             raise ConfigError(f"{owner} is running; {folder} was not removed")
+        for name in drafts_in(folder):
+            run.remove_file(folder / name)
         folder.rmdir()
 
 
