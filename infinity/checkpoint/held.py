@@ -183,7 +183,7 @@ def usable(checkpoints: Iterable[HeldCheckpoint], replica: int = -1) -> list[Hel
     return [checkpoint for checkpoint in checkpoints if not checkpoint.problem(replica)]
 
 
-def never_complete(seen: Sequence[Seen]) -> bool:
+def never_complete(seen: Sequence[Seen], world_size: int = 0) -> bool:
     """Return whether it is certain that no checkpoint of a run has ever been complete.
 
     A rank removes a manifest only after all ranks have published a newer one. Therefore, a rank without a manifest has
@@ -192,9 +192,10 @@ def never_complete(seen: Sequence[Seen]) -> bool:
 
     Args:
         seen: What each process sees of the run.
+        world_size: Number of ranks of the run, if there are no manifests. 0: unknown.
     """
     checkpoints = held(seen)
-    numbers = range(max((checkpoint.name.world_size for checkpoint in checkpoints), default=0))
+    numbers = range(max((checkpoint.name.world_size for checkpoint in checkpoints), default=world_size))
     present = {rank for each in seen for rank in each.ranks}
     published = {rank for checkpoint in checkpoints for rank in checkpoint.holders}
     return (

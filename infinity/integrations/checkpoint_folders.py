@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.held import HeldCheckpoint, Seen, held, problems, seen_in, usable
-from infinity.checkpoint.manifest import Published, read_manifest
+from infinity.checkpoint.held import HeldCheckpoint, Seen, held, never_complete, problems, seen_in, usable
+from infinity.checkpoint.manifest import read_manifest
 from infinity.checkpoint.mirror import Mirror
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
@@ -90,28 +90,39 @@ class Record(NamedTuple):
 
     @classmethod
     def newest(
-        cls, place: str | os.PathLike[str], prefix: str, settings: Config, ranks: Ranks
+        cls, place: str | os.PathLike[str], prefix: str, settings: Config, ranks: Ranks, *, optional: bool = False
     ) -> tuple[Path, Record] | None:
         """Return the newest folder whose checkpoint exists, and its record, or None if there are no folders.
 
         A warning lists newer folders. All ranks must call this method together, with the same arguments. See
         `numbered_folders` and `of_checkpoint`.
 
+        Args:
+            place: folder that contains the folders.
+            prefix: beginning of their names.
+            settings: settings of the run.
+            ranks: ranks of the run.
+            optional: whether to return None also if the first checkpoint of every folder's run was interrupted.
+
         Raises:
             CheckpointError: if none of the folders has a checkpoint, or a checkpoint cannot be read.
         """
         paths = ", ".join(settings.run.resume_paths or settings.storage.paths)
         folders = ranks.on_first("looking for checkpoints", partial(numbered_folders, place, prefix))
-        lacking = ""
+        lacking, interrupted = "", optional
         for folder in folders:
-            for version, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
+            records = ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False))
+            interrupted &= bool(records)
+            for version, record in records:
                 found = _belongs(record, settings, ranks)
                 if found is not None and found.get("token") == record.token:
                     return version, record
-                lacking = lacking or problems(_held(record, settings, ranks)[2], settings.run.resume_replica)
+                _, seen, every = _held(record, settings, ranks)
+                lacking = lacking or problems(every, settings.run.resume_replica)
+                interrupted &= never_complete(seen, ranks.world_size)
             if ranks.rank == 0:
                 _log.warning("%s is ignored, because its infinity checkpoint is not in %s", folder, paths)
-        if folders:
+        if folders and not interrupted:
             raise CheckpointError(
                 f"nothing to resume: no folder in {os.fspath(place)!r} refers to a checkpoint in {paths}; set "
                 f"run.resume_paths to the paths of the run, or remove the folders to start a new run{lacking}"
@@ -319,14 +330,14 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
         OSError: if a path cannot be read.
     """
 
-    folder, here, every = _held(record, settings, ranks)
+    folder, seen, every = _held(record, settings, ranks)
     complete = [checkpoint.name for checkpoint in usable(every, settings.run.resume_replica)]
     if not complete:
         looking = "looking for the checkpoint in the mirror"
         return ranks.on_first(looking, partial(_in_mirror, record, settings)) if settings.run.mirror else None
 
     def read() -> dict[str, Any] | None:
-        mine = [name for name in here if name.checkpoint == complete[-1]]
+        mine = [name for name in seen[ranks.rank].published if name.checkpoint == complete[-1]]
         if not mine or ranks.local_rank:
             return None
         found = read_manifest(folder.checkpoints / mine[0].file_name).extra.get(_KEY)
@@ -346,10 +357,8 @@ def _in_mirror(record: Record, settings: Config) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _held(
-    record: Record, settings: Config, ranks: Ranks
-) -> tuple[RunFolder, Sequence[Published], list[HeldCheckpoint]]:
-    """Return the folder of a record's run on this node, the manifests there, and the run's checkpoints of that step.
+def _held(record: Record, settings: Config, ranks: Ranks) -> tuple[RunFolder, list[Seen], list[HeldCheckpoint]]:
+    """Return the folder of a record's run on this node, what each rank sees, and the run's checkpoints of that step.
 
     All ranks must call this function together.
     """
@@ -363,8 +372,8 @@ def _held(
         return folder, seen_in(folder)
 
     folder, here = ranks.together("looking for the checkpoint", look)
-    every = held(ranks.collect(here))
-    return folder, here.published, [checkpoint for checkpoint in every if checkpoint.name.step == record.step]
+    seen = ranks.collect(here)
+    return folder, seen, [checkpoint for checkpoint in held(seen) if checkpoint.name.step == record.step]
 
 
 def _set_aside(folder: Path) -> None:

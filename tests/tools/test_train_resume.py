@@ -74,6 +74,23 @@ def test_resume_auto_starts_or_resumes_run(tmp_path: Path) -> None:
     assert len(list((tmp_path / "n").glob("*/checkpoints"))) == 1
 
 
+def test_resume_auto_starts_again_after_an_interrupted_first_checkpoint(tmp_path: Path) -> None:
+    """The Trainer's folder is written before the manifest. An empty drive is not proof of an interrupted checkpoint."""
+    train = [*TRAIN, "--nvme", "n", "--max_steps", "1"]
+    run_here(*train)
+    (manifest,) = tmp_path.glob("n/*/checkpoints/step*.json")
+    manifest.unlink()
+    assert "nothing to resume" in error_text(run_here(*train, "--resume"))
+    (tmp_path / "n").rename(tmp_path / "elsewhere")
+    (tmp_path / "n").mkdir()
+    assert "nothing to resume" in error_text(run_here(*train, "--resume", "auto"))
+    (tmp_path / "n").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "n")
+    ended = run_here(*train, "--resume", "auto")
+    assert (ended.status, "new (no checkpoint to resume from)" in ended.errors) == (0, True), ended.errors
+    assert "has already finished at step 1" in run_here(*train, "--resume", "auto").errors
+
+
 def test_resume_auto_rejects_unusable_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """No new run is started, and nothing is changed."""
     for name in ("p", "q"):

@@ -72,13 +72,14 @@ def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path |
     """Return the Trainer's checkpoint folder to start from, or None to start a new run.
 
     Raises:
-        CheckpointError: if no checkpoint can be used. With ``auto``, there may be none at all.
+        CheckpointError: if no checkpoint can be used. With ``auto``, there may be none at all, or only a first one that
+            was interrupted.
     """
     if not resume:
         return None
     if resume not in ("latest", "auto"):
         return Record.of_checkpoint(Path(resume), settings, ranks)[0]
-    found = Record.newest(out, "checkpoint-", settings, ranks)
+    found = Record.newest(out, "checkpoint-", settings, ranks, optional=resume == "auto")
     if found is None and resume != "auto":
         raise CheckpointError(f"nothing to resume: there is no checkpoint folder in {str(out)!r}")
     return found and found[0]
