@@ -187,12 +187,11 @@ class Pull:
     def _publish(self) -> None:
         job = self._job
         peers = tuple(
-            Peer(rank=peer.rank, part=part, length=self._stream(peer).length, manifest=self._name(peer).file_name)
-            for part, peer in enumerate(job.contributors)
+            Peer(rank=peer.rank, length=self._stream(peer).length, manifest=self._name(peer).file_name)
+            for peer in job.contributors
         )
-        length = parity_length([peer.length for peer in peers], job.nodes)
         sync_folder(self._folder)
-        write_index(job.target, ParityIndex(identity=job.identity, nodes=job.nodes, peers=peers, length=length))
+        write_index(job.target, ParityIndex(identity=job.identity, peers=peers))
         (self._folder / _PROGRESS_NAME).unlink()
 
     def _name(self, peer: Contributor) -> Published:

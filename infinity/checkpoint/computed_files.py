@@ -89,9 +89,9 @@ class ComputedFiles(CheckpointFiles):
         """Return bytes [start, stop) of the part of a rank that is in parity `holder`."""
         index = self._held.parities[holder].contents
         contents = [self._access.parity(self._held.parities[holder], start, stop)]
-        for peer in index.peers:
+        for part, peer in enumerate(index.peers):
             if peer.rank != rank:
-                first, last = part_range(peer.length, index.nodes, peer.part)
+                first, last = part_range(peer.length, index.nodes, part)
                 low, high = min(first + start, last), min(first + stop, last)
                 pieces = self._stream(peer.rank).pieces(low, high)
                 contents.append(

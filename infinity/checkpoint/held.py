@@ -91,7 +91,7 @@ class HeldCheckpoint:
         for rank in self.absent:
             by_nodes: dict[int, dict[int, int]] = {}
             for number, (_, index, _) in enumerate(self.parities):
-                part = next((peer.part for peer in index.peers if peer.rank == rank), None)
+                part = next((part for part, peer in enumerate(index.peers) if peer.rank == rank), None)
                 if part is not None and all(peer.rank in {rank, *self.holders} for peer in index.peers):
                     by_nodes.setdefault(index.nodes, {})[part] = number
             for nodes, by_part in by_nodes.items():

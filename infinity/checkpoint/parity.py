@@ -23,7 +23,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -158,8 +158,6 @@ class Peer:
     """Rank that contributes to a parity."""
 
     rank: int
-    part: int
-    """Index of the part of its stream that the parity contains."""
     length: int
     """Length of its stream."""
     manifest: str
@@ -172,29 +170,31 @@ class ParityIndex:
 
     identity: str
     """Identity of the checkpoint."""
-    nodes: int
-    """Number of nodes over which the copy is spread."""
     peers: tuple[Peer, ...]
     """Contributors, in the order of their parts."""
-    length: int
-    """Length of the parity in bytes."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes over which the copy is spread."""
+        return len(self.peers) + 1
+
+    @property
+    def length(self) -> int:
+        """Length of the parity in bytes."""
+        return parity_length([peer.length for peer in self.peers], self.nodes)
 
 
 _INDEX = record(
     ParityIndex,
     identity=text("[0-9a-f]{24}"),
-    nodes=integer(2),
-    peers=sequence(record(Peer, rank=integer(0), part=integer(0), length=integer(0), manifest=text()), least=1),
-    length=integer(0),
+    peers=sequence(record(Peer, rank=integer(0), length=integer(0), manifest=text()), least=1),
 )
 _ENVELOPE = record(checksum=text("[0-9a-f]{16}"), body=text())
 
 
 def write_index(target: Path, index: ParityIndex) -> None:
     """Mark a parity file as complete. Its contents and folder must be durable. Raises `OSError`."""
-    content = {each.name: getattr(index, each.name) for each in fields(index)}
-    content["peers"] = [vars(peer) for peer in index.peers]
-    body = json.dumps({"format": _FORMAT, **content}, sort_keys=True, separators=(",", ":"))
+    body = json.dumps({"format": _FORMAT, **asdict(index)}, sort_keys=True, separators=(",", ":"))
     envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
     write_durably(folder_of(target) / INDEX_NAME, envelope.encode())
 
@@ -223,12 +223,8 @@ def read_index(target: Path) -> ParityIndex:
         if not isinstance(body, dict) or (found := body.pop("format", None)) != _FORMAT or type(found) is not int:
             raise CheckpointError(f"{file} has an unknown format: {brief(body)}")
         index: ParityIndex = at("the index", _INDEX, body)
-        if [peer.part for peer in index.peers] != list(range(index.nodes - 1)):
-            raise ValueError("its peers do not have the parts of a parity")
         if len({peer.rank for peer in index.peers}) < len(index.peers):
             raise ValueError("a rank contributes twice")
-        if index.length != parity_length([peer.length for peer in index.peers], index.nodes):
-            raise ValueError(f"its length {index.length} does not follow from the lengths of the streams")
         for peer in index.peers:
             names = published_among([peer.manifest])
             if [(name.rank, name.identity) for name in names] != [(peer.rank, index.identity)]:

@@ -14,7 +14,6 @@ from infinity.checkpoint.parity import (
     Peer,
     Stream,
     folder_of,
-    parity_length,
     part_range,
     remove_index,
     write_index,
@@ -89,11 +88,10 @@ class CopyingDaemon(NodeDaemon):
             file.write(parity[: len(parity) // 2] if failing else parity)
         if not failing:
             everyone = tuple(
-                Peer(rank=each.rank, part=part, length=lengths[part], manifest=each.file_name)
-                for part, each in enumerate(found)
+                Peer(rank=each.rank, length=length, manifest=each.file_name)
+                for each, length in zip(found, lengths, strict=True)
             )
-            index = ParityIndex(identity=identity, nodes=nodes, peers=everyone, length=parity_length(lengths, nodes))
-            write_index(Path(target), index)
+            write_index(Path(target), ParityIndex(identity=identity, peers=everyone))
             self.steps.append(found[0].step)
         return found[0].step
 
