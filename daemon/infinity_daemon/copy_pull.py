@@ -2,20 +2,25 @@
 
 The parity is written from its first byte to its last one, so its first bytes are complete at any time, and an
 interrupted copy of the same checkpoint continues after them. Each part is requested once per byte of the parity, in the
-same order, from the daemon of its node.
+same order, from the daemon of its node. Cells that are unchanged since the complete copy in the same file are not
+requested, but read and verified. [Note: unchanged cells]
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import struct
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -24,14 +29,19 @@ import xxhash
 
 from infinity.checkpoint.manifest import Manifest, Published, decode_manifest
 from infinity.checkpoint.parity import (
+    CHECKSUMS_NAME,
+    Cell,
     ParityIndex,
     Peer,
+    Piece,
     Stream,
+    cells_of,
     folder_of,
     parity_length,
     part_range,
     read_index,
     remove_index,
+    stream_of,
     write_index,
     xor,
 )
@@ -42,6 +52,7 @@ from infinity.units import MIB
 from infinity.untrusted_files import open_own, own_folder, read_own, sync_folder, write_own
 from infinity_daemon.copy_channel import LATER, MAX_DATA_BYTES, OK, Channel, ChannelError, parsed
 from infinity_daemon.copy_source import MAX_MANIFEST_BYTES, Source, in_thread, until_done
+from infinity_daemon.log import event
 
 _PATIENCE_SECONDS: Final = 300.0
 """Time without any progress after which a copy fails. The ranks start their copies within a few seconds."""
@@ -53,6 +64,7 @@ _SYNC_BYTES: Final = 64 * MIB
 """Number of bytes after which the parity file is flushed, and the progress recorded."""
 _PROGRESS_NAME: Final = "progress.json"
 _MOST_PROGRESS: Final = 1 << 20
+_CHECKSUM: Final = struct.Struct("<Q")
 _SIZES = record(manifest=integer(0, MAX_MANIFEST_BYTES), state=integer(0, 1 << 40), pages=integer(0))
 _T = TypeVar("_T")
 
@@ -102,6 +114,11 @@ class Pull:
         self._step = max(total // len(job.contributors) // 4096 * 4096, 4096)
         self._moved = time.monotonic()  # time of the last progress
         self._manifests: dict[int, Manifest] = {}  # manifests whose files are complete, by rank
+        self._earlier: dict[Cell, int] = {}  # cells of the complete copy in the parity file, and their checksums
+        self._cells: Sequence[Cell] = ()
+        self._changed: list[tuple[int, int]] = []  # ranges of the parity that are copied
+        self._checksums: dict[int, int] = {}  # checksums of the cells that are written or verified, by first byte
+        self._digests = PageDigests(Stream({}))  # of the cells
 
     async def run(self) -> None:
         """Copy all parts.
@@ -115,28 +132,30 @@ class Pull:
             if await self._in_thread(self._is_complete):
                 return
             self._position = self._synced = await self._in_thread(self._prepare)
-            while not await self._try(file):
-                await asyncio.sleep(_PAUSE_SECONDS)
+            await self._connected(self._files)
+            await self._compare(file.fileno())  # without connections, which would time out meanwhile
+            await self._connected(partial(self._pages, file))
             await self._in_thread(self._sync, file.fileno())
         await self._in_thread(self._publish)
 
-    async def _try(self, file: Any) -> bool:
-        """Return whether the copy could be completed. Raises an error if there has been no progress for too long."""
-        try:
-            async with AsyncExitStack() as stack:
-                channels = []
-                for peer in self._job.contributors:
-                    channels.append(await self._connect(peer))
-                    stack.callback(channels[-1].close)
-                for peer, channel in zip(self._job.contributors, channels, strict=True):
-                    if peer.rank not in self._manifests:
-                        self._manifests[peer.rank] = await self._files_of(peer, channel)
-                await self._pages(file, channels)
-            return True
-        except ChannelError as error:
-            if (waited := time.monotonic() - self._moved) > _PATIENCE_SECONDS:
-                raise InfinityError(f"no progress for {waited:.0f} s: {error}") from error
-            return False
+    async def _connected(self, act: Callable[[Sequence[Channel]], Awaitable[None]]) -> None:
+        """Call a function with channels to all peers until no connection fails.
+
+        Raises:
+            InfinityError: if there has been no progress for too long.
+        """
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    channels = []
+                    for peer in self._job.contributors:
+                        channels.append(await self._connect(peer))
+                        stack.callback(channels[-1].close)
+                    return await act(channels)
+            except ChannelError as error:
+                if (waited := time.monotonic() - self._moved) > _PATIENCE_SECONDS:
+                    raise InfinityError(f"no progress for {waited:.0f} s: {error}") from error
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _in_thread(self, act: Callable[..., _T], *arguments: Any) -> _T:
         return await in_thread(self._threads, act, *arguments)
@@ -158,23 +177,48 @@ class Pull:
     def _key(self) -> tuple[str, int, list[int]]:
         return self._job.identity, self._job.nodes, [peer.rank for peer in self._job.contributors]
 
-    def _is_complete(self) -> bool:
+    def _index(self) -> ParityIndex | None:
+        """Return the index of the parity file if it contains a complete copy of a checkpoint of the same peers."""
         with suppress(CheckpointError):
             index = read_index(self._job.target)
-            return (index.identity, index.nodes, [peer.rank for peer in index.peers]) == self._key()
-        return False
+            if [peer.rank for peer in index.peers] == [peer.rank for peer in self._job.contributors]:
+                return index
+        return None
+
+    def _is_complete(self) -> bool:
+        return (index := self._index()) is not None and index.identity == self._job.identity
 
     def _prepare(self) -> int:
         """Return the length that an interrupted copy of the same checkpoint has written, or remove its files."""
+        earlier = self._complete_cells()
         remove_index(self._job.target)
         own_folder(self._folder, parents=False)
         with suppress(OSError, ValueError, TypeError, KeyError):
             found = json.loads(read_own(self._folder / _PROGRESS_NAME, _MOST_PROGRESS))
             if (found["identity"], found["nodes"], found["peers"]) == self._key():
                 return int(found["written"])
+        self._earlier = earlier
         for name in os.listdir(self._folder):
             (self._folder / name).unlink()
         return 0
+
+    def _complete_cells(self) -> dict[Cell, int]:
+        """Return the cells of the complete copy in the parity file and their checksums, or nothing if there is none."""
+        if (index := self._index()) is None:
+            return {}
+        with suppress(CheckpointError, OSError, ValueError):
+            streams = []
+            for name in (peer.manifest for peer in index.peers):
+                content = read_own(self._folder / name, MAX_MANIFEST_BYTES)
+                streams.append(Stream(decode_manifest(self._place(name), content, decode=False).pages))
+            cells = cells_of(streams)
+            content = read_own(self._folder / CHECKSUMS_NAME, _CHECKSUM.size * len(cells))
+            return {cell: checksum for cell, (checksum,) in zip(cells, _CHECKSUM.iter_unpack(content), strict=True)}
+        return {}
+
+    def _place(self, name: str) -> Path:
+        """Return a path of a manifest of the run, for the check of the run id."""
+        return Path(self._own.run_id, "checkpoints", name)
 
     def _sync(self, descriptor: int) -> None:
         """Flush the written data, drop it from the page cache, and record the progress."""
@@ -190,6 +234,9 @@ class Pull:
             Peer(rank=peer.rank, length=self._stream(peer).length, manifest=self._name(peer).file_name)
             for peer in job.contributors
         )
+        if len(self._checksums) == len(self._cells):  # not if an interrupted copy was continued
+            content = b"".join(_CHECKSUM.pack(self._checksums[cell.start]) for cell in self._cells)
+            write_own(self._folder / CHECKSUMS_NAME, content, durable=True)
         sync_folder(self._folder)
         write_index(job.target, ParityIndex(identity=job.identity, peers=peers))
         (self._folder / _PROGRESS_NAME).unlink()
@@ -202,6 +249,11 @@ class Pull:
 
     # Copying #
 
+    async def _files(self, channels: Sequence[Channel]) -> None:
+        for peer, channel in zip(self._job.contributors, channels, strict=True):
+            if peer.rank not in self._manifests:
+                self._manifests[peer.rank] = await self._files_of(peer, channel)
+
     async def _files_of(self, peer: Contributor, channel: Channel) -> Manifest:
         """Copy the manifest and the state file of a peer, and return the manifest."""
         name = self._name(peer)
@@ -209,8 +261,8 @@ class Pull:
         sizes = parsed(await self._answer(peer, channel), _SIZES)
         content = bytearray()
         await self._file(peer, channel, "manifest", sizes["manifest"], name.file_name, content.extend)
-        place = Path(self._own.run_id, "checkpoints", name.file_name)  # for the check of the run id
-        manifest = await self._in_thread(partial(decode_manifest, decode=False), place, content)
+        decode = partial(decode_manifest, decode=False)
+        manifest = await self._in_thread(decode, self._place(name.file_name), content)
         digest = xxhash.xxh3_64()
         await self._file(peer, channel, "state", sizes["state"], name.state_file, digest.update)
         if digest.hexdigest() != manifest.state_checksum:
@@ -232,8 +284,31 @@ class Pull:
             use(data)
             self._moved = time.monotonic()
 
+    async def _compare(self, descriptor: int) -> None:
+        """Determine the ranges to copy: the cells that are not unchanged, or are damaged on the drive."""
+        self._cells = await self._in_thread(cells_of, [self._stream(peer) for peer in self._job.contributors])
+        self._digests = PageDigests(stream_of(self._cells))
+        for cell in self._cells:
+            if (expected := self._earlier.get(cell)) is not None:
+                await asyncio.sleep(self._pace.delay(cell.stop - cell.start))
+                found = await self._in_thread(_checksum_on_drive, descriptor, cell.start, cell.stop)
+                self._moved = time.monotonic()
+                if found == expected:
+                    self._checksums[cell.start] = found
+                    continue
+                event(logging.WARNING, "copy.damaged", file=self._job.target, offset=cell.start, until=cell.stop)
+            if self._changed and self._changed[-1][1] == cell.start:
+                self._changed[-1] = self._changed[-1][0], cell.stop
+            else:
+                self._changed.append((cell.start, cell.stop))
+        self._earlier = {}
+
+    def _left(self) -> list[tuple[int, int]]:
+        """Return the ranges that remain to be copied from the current position on."""
+        return [(max(start, self._position), stop) for start, stop in self._changed if stop > self._position]
+
     async def _pages(self, file: Any, channels: Sequence[Channel]) -> None:
-        """Copy pages from the current position on."""
+        """Copy changed ranges from the current position on."""
         job, streams = self._job, [self._stream(peer) for peer in self._job.contributors]
         length = parity_length([stream.length for stream in streams], job.nodes)
         if (size := os.fstat(file.fileno()).st_size) < length:
@@ -241,19 +316,24 @@ class Pull:
         links = []
         for part, (peer, channel, stream) in enumerate(zip(job.contributors, channels, streams, strict=True)):
             start, stop = part_range(stream.length, job.nodes, part)
-            check = PageCheck(self._manifests[peer.rank], stream, start + self._position)
-            links.append(_Link(peer, channel, stream, start, stop, check))
+            manifest, digests = self._manifests[peer.rank], PageDigests(stream)
+            links.append(_Link(peer, channel, manifest, stream, start, stop, digests))
         await asyncio.gather(*(self._verify(link) for link in links))
-        step, ahead = self._step, 1 if job.rate else _AHEAD
-        rounds, asked = range(self._position, length, step), 0
+        rounds = (
+            (at, min(self._step, stop - at)) for start, stop in self._left() for at in range(start, stop, self._step)
+        )
+        asked: deque[tuple[int, int]] = deque()
         writing: asyncio.Task[None] | None = None
         try:
-            for number, at in enumerate(rounds):
-                for further in rounds[asked : number + ahead]:
-                    await self._request(links, further, step)
-                    asked += 1
+            while True:
+                for further in islice(rounds, (1 if job.rate else _AHEAD) - len(asked)):
+                    await self._request(links, *further)
+                    asked.append(further)
+                if not asked:
+                    break
+                at, step = asked.popleft()
                 contents = await asyncio.gather(*(self._content(link, at, step) for link in links))
-                data = await self._in_thread(_combined, links, contents)
+                data = await self._in_thread(_combined, links, contents, at)
                 if writing is not None:
                     await writing
                 writing = asyncio.create_task(self._write(file, at, data))
@@ -265,12 +345,15 @@ class Pull:
                 writing.exception()
 
     async def _verify(self, link: _Link) -> None:
-        """Let the peer verify the pages that are only received in part: at the current position, and at the end."""
-        for at in {min(link.start + self._position, link.stop), link.stop}:
-            pieces = link.stream.pieces(at, min(at + 1, link.stream.length))
-            if any(piece.start for piece in pieces):
-                await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
-                await self._answer(link.peer, link.channel, 0)
+        """Let the peer verify the pages that are only received in part, at the ends of the ranges."""
+        offsets = {}
+        for at in {min(link.start + end, link.stop) for ends in self._left() for end in ends}:
+            for piece in link.stream.pieces(at, min(at + 1, link.stream.length)):
+                if piece.start:
+                    offsets[piece.page] = at
+        for at in offsets.values():
+            await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
+            await self._answer(link.peer, link.channel, 0)
 
     async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
         await asyncio.sleep(self._pace.delay(sum(link.length(at, step) for link in links)))
@@ -285,37 +368,41 @@ class Pull:
         self.received += count
         return content
 
+    def _put(self, descriptor: int, data: memoryview, at: int) -> None:
+        _write_all(descriptor, data, at)
+        for cell, checksum in self._digests.feed(at, data):
+            self._checksums[cell.page] = checksum
+
     async def _write(self, file: Any, at: int, data: memoryview) -> None:
-        await self._in_thread(_write_all, file.fileno(), data, at)
+        await self._in_thread(self._put, file.fileno(), data, at)
         self._position, self._moved = at + len(data), time.monotonic()
         if self._position - self._synced >= _SYNC_BYTES:
             await self._in_thread(self._sync, file.fileno())
 
 
-class PageCheck:
-    """Verification of the complete pages in consecutive bytes of a stream.
+class PageDigests:
+    """Checksums of pages whose bytes arrive in the order of a stream, possibly with gaps."""
 
-    The peer verifies the pages at both ends that are not complete.
-    """
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._at = stream, 0
+        self._digest: xxhash.xxh3_64 | None = None  # of the page at the current position, if it has no gaps
 
-    def __init__(self, manifest: Manifest, stream: Stream, start: int) -> None:
-        """Initialize. `start` is the position of the first byte in the stream."""
-        self._manifest, self._stream, self._at = manifest, stream, start
-        self._digest: xxhash.xxh3_64 | None = None  # of the page at the current position, if it began after `start`
-
-    def feed(self, content: bytes) -> None:
-        """Continue with the next bytes. Raises `CheckpointError` if a page does not match its checksum."""
-        view, done = memoryview(content), 0
-        for page, version, start, stop in self._stream.pieces(self._at, self._at + len(content)):
-            if start == 0:
-                self._digest = xxhash.xxh3_64(seed=page)
+    def feed(self, at: int, content: bytes | memoryview) -> list[tuple[Piece, int]]:
+        """Continue with the bytes at a position. Return the last piece and the checksum of each complete page."""
+        view, done, complete = memoryview(content), 0, []
+        if at != self._at:
+            self._digest = None
+        for piece in self._stream.pieces(at, at + len(view)):
+            end = done + piece.stop - piece.start
+            if piece.start == 0:
+                self._digest = xxhash.xxh3_64(seed=piece.page)
             if self._digest is not None:
-                self._digest.update(view[done : done + stop - start])
-                if stop == version.extent.length and self._digest.intdigest() != version.checksum:
-                    name, rank = self._manifest.layout.page_name(page), self._manifest.rank
-                    raise CheckpointError(f"{name} of rank {rank} does not match its checksum on its node")
-            done += stop - start
-        self._at += len(content)
+                self._digest.update(view[done:end])
+                if piece.stop == piece.version.extent.length:
+                    complete.append((piece, self._digest.intdigest()))
+            done = end
+        self._at = at + len(view)
+        return complete
 
 
 class _Link(NamedTuple):
@@ -323,10 +410,11 @@ class _Link(NamedTuple):
 
     peer: Contributor
     channel: Channel
+    manifest: Manifest
     stream: Stream
     start: int
     stop: int
-    check: PageCheck
+    digests: PageDigests
 
     def length(self, at: int, step: int) -> int:
         """Return how many bytes the part has at position `at` of the parity, up to `step`."""
@@ -350,8 +438,28 @@ def _change(file: Path, data: bytes, at: int) -> None:
         os.close(descriptor)
 
 
-def _combined(links: Sequence[_Link], contents: Sequence[bytes]) -> memoryview:
-    """Return the XOR of verified contents, padded with zeros to the longest one."""
+def _checksum_on_drive(descriptor: int, start: int, stop: int) -> int | None:
+    """Return the checksum of a cell of a parity file, or None if it cannot be read."""
+    digest, at = xxhash.xxh3_64(seed=start), start
+    with suppress(OSError):
+        while at < stop and (data := os.pread(descriptor, min(stop - at, MAX_DATA_BYTES), at)):
+            digest.update(data)
+            at += len(data)
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+    return digest.intdigest() if at == stop else None
+
+
+def _combined(links: Sequence[_Link], contents: Sequence[bytes], at: int) -> memoryview:
+    """Return the XOR of contents at a position of the parity, padded with zeros to the longest one.
+
+    Complete pages are verified. The peers verify the other ones.
+
+    Raises:
+        CheckpointError: if a page does not match its checksum.
+    """
     for link, content in zip(links, contents, strict=True):
-        link.check.feed(content)
+        for piece, found in link.digests.feed(link.start + at, content):
+            if found != piece.version.checksum:
+                name, rank = link.manifest.layout.page_name(piece.page), link.manifest.rank
+                raise CheckpointError(f"{name} of rank {rank} does not match its checksum on its node")
     return xor(*contents)

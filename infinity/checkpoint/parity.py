@@ -11,9 +11,16 @@ the parity is a full copy of the next rank's stream.
 A rank has two parity files, which are used alternately, so that an interrupted copy leaves the earlier one intact:
 
     <path>/RUN_ID/parity/rankR.a, rankR.b
-    <path>/RUN_ID/parity/rankR.a.d/       manifests and state files of the other ranks, and the index
+    <path>/RUN_ID/parity/rankR.a.d/       manifests and state files of the other ranks, checksums, and the index
 
 The index is written last. A parity file without an index is incomplete.
+
+[Note: unchanged cells] A copy replaces only the cells of a parity file that have changed since the complete copy in
+this file. A cell is unchanged if the same bytes of the same page versions contribute to it. Versions are the same if
+their extents and checksums are. The extent alone proves nothing, because it may have been reused for a later version.
+The 64-bit checksum is strong enough, because two contents of a page have the same one with a probability of 2**-64,
+and readers of a page verify nothing else. The bytes of an unchanged cell are read and verified with a checksum of the
+cell, because otherwise a bit flip on the drive would remain in every later copy, and be found when the copy is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +40,7 @@ from infinity.checkpoint.manifest import checksum_of, published_among, using
 from infinity.content.layout import PAGE_ALIGNMENT
 from infinity.errors import CheckpointError
 from infinity.schema import at, brief, integer, record, sequence, text
+from infinity.store.extents import Extent
 from infinity.store.page_store import Version
 from infinity.untrusted_files import read_regular, sync_folder
 
@@ -41,6 +49,8 @@ FOLDER = "parity"
 SLOTS = ("a", "b")
 """Ends of the names of the two parity files of a rank."""
 INDEX_NAME = "index.json"
+CHECKSUMS_NAME = "checksums"
+"""File with the checksum of every cell. It is missing if the copy was interrupted and continued."""
 _NAME = re.compile(rf"rank(\d{{5,}})\.({'|'.join(SLOTS)})", re.ASCII)
 _FORMAT = 1
 _MOST = 1 << 24  # maximum bytes of an index, which uses about 200 per peer
@@ -151,6 +161,49 @@ class Stream:
             end = min(stop, last)
             yield Piece(*self._pages[position], start - first, end - first)
             start, position = end, position + 1
+
+
+class Cell(NamedTuple):
+    """Range of a parity to which each peer contributes bytes of at most one page. [Note: unchanged cells]"""
+
+    start: int
+    """First byte in the parity."""
+    stop: int
+    """Byte in the parity after the last one."""
+    pieces: tuple[Piece, ...]
+    """Contributions, whose XOR the range contains."""
+
+
+def cells_of(streams: Sequence[Stream]) -> list[Cell]:
+    """Return the cells of a parity, in order.
+
+    Args:
+        streams: streams of its peers, in the order of `peers_of`.
+    """
+    nodes = len(streams) + 1
+    parts = [(stream, *part_range(stream.length, nodes, part)) for part, stream in enumerate(streams)]
+    edges = {
+        edge
+        for stream, start, stop in parts
+        for edge in accumulate((piece.stop - piece.start for piece in stream.pieces(start, stop)), initial=0)
+    }
+    return [
+        Cell(
+            low,
+            high,
+            tuple(
+                piece
+                for stream, start, stop in parts
+                for piece in stream.pieces(min(start + low, stop), min(start + high, stop))
+            ),
+        )
+        for low, high in pairwise(sorted(edges))
+    ]
+
+
+def stream_of(cells: Iterable[Cell]) -> Stream:
+    """Return a parity as a stream of its cells. The index of a cell is the position of its first byte."""
+    return Stream({start: Version(Extent(0, start, stop - start), 0) for start, stop, _ in cells})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.checkpoint.parity import INDEX_NAME, folder_of
+from infinity.checkpoint.parity import INDEX_NAME, folder_of, part_range, peers_of
 from infinity.errors import ConfigError
 from infinity_daemon import copy_pull, copy_source
 from infinity_daemon.copy_server import address_of
@@ -126,6 +126,13 @@ class Gate:
         self._open.set()
 
 
+def flip(file, at):
+    """Flip a bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def test_a_restarted_daemon_continues_an_interrupted_copy(tmp_path, monkeypatch):
     async def main():
         async with Pair(tmp_path) as pair:
@@ -147,7 +154,7 @@ def test_a_restarted_daemon_continues_an_interrupted_copy(tmp_path, monkeypatch)
             done = 12 * STEP  # the progress is recorded every four requests
             assert min(gate.offsets) == done
             assert progress["bytes"] == len(pair.peer.stream) - done
-            check_copy(pair.ranks, pair.own, 2)
+            check_copy(pair.ranks, pair.own, 2, continued=True)
 
     run(main())
 
@@ -398,11 +405,6 @@ def test_damaged_files_end_the_copy(tmp_path):
             await pair.copy()
             return (await pair.holder.ended())["error"]
 
-    def flip(file, at):
-        data = bytearray(file.read_bytes())
-        data[at] ^= 1
-        file.write_bytes(data)
-
     def state(pair):
         return pair.peer.file.with_name(pair.peer.manifest.state_file)
 
@@ -412,6 +414,172 @@ def test_damaged_files_end_the_copy(tmp_path):
         ("short", lambda pair: os.truncate(pair.peer.files[0], PAGE_BYTES), "unexpected end of file"),
     ]:
         assert expected in run(copy(name, damage)), name
+
+
+def later(ranks, changed, slot="a"):
+    """Return the ranks with their next checkpoint. `changed` has the pages of each rank that differ."""
+    identity = f"{int(ranks[0].identity, 16) + 1:024x}"
+    settings = {"world": ranks[0].manifest.world_size, "identity": identity, "slot": slot}
+    return [
+        Rank(rank.root.parent, rank.rank, len(rank.contents), **settings, before=rank, changed=pages)
+        for rank, pages in zip(ranks, changed, strict=True)
+    ]
+
+
+def bytes_to_send(ranks, rank, nodes, changed):
+    """Return the number of bytes that a rank needs: where the part of any peer has changed, those of all of them."""
+    by_rank, columns = {each.rank: (each, pages) for each, pages in zip(ranks, changed, strict=True)}, {}
+    for part, (peer, pages) in enumerate(map(by_rank.get, peers_of(list(by_rank), rank.rank, nodes))):
+        start, stop = part_range(len(peer.stream), nodes, part)
+        for at in range(start, stop, 4096):
+            columns.setdefault(at - start, []).append(at // PAGE_BYTES in pages)
+    return sum(4096 * len(column) for column in columns.values() if any(column))
+
+
+@pytest.mark.parametrize(("nodes", "sizes"), [(2, (7, 12)), (3, (9, 12, 8)), (4, (9, 5, 12, 1))])
+def test_only_changes_are_sent(tmp_path, nodes, sizes):
+    """The first two copies, one per file, are complete. Each later one is compared with the copy before the last one.
+
+    The state of each node, computed from the other nodes, is the same as after a complete copy.
+    """
+    every = [set(range(pages)) for pages in sizes]
+    some = [{0, 4, pages - 1} for pages in sizes]
+    ranks = [Rank(tmp_path / str(rank), rank, pages, world=nodes) for rank, pages in enumerate(sizes)]
+    sent, history = [], [every, every, some, [{2}, *[set()] * (nodes - 1)], [set()] * nodes, [set()] * nodes, every]
+    for number, changed in enumerate(history):
+        if number:
+            ranks = later(ranks, changed, slot="ab"[number % 2])
+        since = [one | other for one, other in zip(changed, history[number - 1], strict=True)] if number > 1 else every
+        progress = run(copied(ranks, nodes))
+        sent.append([each["bytes"] for each in progress])
+        assert sent[-1] == [bytes_to_send(ranks, rank, nodes, since) for rank in ranks]
+        for rank in ranks:
+            check_copy(ranks, rank, nodes)
+    assert sent[0] == sent[1]
+    assert sum(sent[3]) < sum(sent[0])
+    assert sum(sent[5]) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "sent"),
+    [
+        ("parity", 1 + 1),
+        ("checksum", 1 + 1),
+        ("checksums missing", 20),
+        ("checksums short", 20),
+        ("manifest", 20),
+        ("index", 20),
+    ],
+)
+def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog):
+    """One of 20 pages has changed, and another one, or what is known about all of them, has been damaged since."""
+    ranks = [Rank(tmp_path / str(rank), rank, 20) for rank in range(2)]
+    run(copied(ranks, 2))
+    target = ranks[0].target
+    folder = folder_of(target)
+    file, at = {
+        "parity": (target, 5 * PAGE_BYTES + 100),
+        "checksum": (folder / "checksums", 5 * 8),
+        "manifest": (folder / ranks[1].manifest.file_name, 1000),
+        "index": (folder / INDEX_NAME, 50),
+    }.get(damage, (folder / "checksums", 0))
+    if damage == "checksums missing":
+        file.unlink()
+    elif damage == "checksums short":
+        os.truncate(file, 19 * 8)
+    else:
+        flip(file, at)
+    ranks = later(ranks, [{3}, {3}])
+    with caplog.at_level("WARNING", "infinityd"):
+        progress = run(copied(ranks, 2))[0]
+    assert (progress["error"], progress["bytes"]) == ("", sent * PAGE_BYTES)
+    found = f"copy.damaged file={target} offset={5 * PAGE_BYTES} until={6 * PAGE_BYTES}"
+    assert [record.getMessage() for record in caplog.records] == [found] * (sent == 2)
+    check_copy(ranks, ranks[0], 2)
+
+
+def test_nothing_is_skipped_after_an_interruption(tmp_path, monkeypatch):
+    """The interrupted copy may have written bytes of another checkpoint."""
+
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.copy()
+            await pair.holder.ended()
+            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
+            gate = Gate(monkeypatch, 2)
+            await pair.serve()
+            await pair.copy()
+            await gate.reached.wait()
+            assert gate.offsets == [3 * PAGE_BYTES, 3 * PAGE_BYTES + STEP]
+            await pair.holder.ask("stop")
+            gate.open()
+            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {9}])
+            await pair.serve()
+            await pair.copy()
+            progress = await pair.holder.ended()
+            assert (progress["error"], progress["bytes"]) == ("", len(pair.peer.stream))
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+def test_a_lost_connection_does_not_repeat_what_was_skipped(tmp_path, monkeypatch):
+    async def main():
+        async with Pair(tmp_path) as pair:
+            await pair.serve()
+            await pair.copy()
+            await pair.holder.ended()
+            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
+            gate = Gate(monkeypatch, 2)
+            await pair.serve()
+            await pair.copy()
+            await gate.reached.wait()
+            await pair.holder.until(lambda progress: progress["bytes"] == 2 * STEP)
+            await pair.server.copies.stop()
+            gate.open()
+            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+            await pair.server.copies.start()
+            await pair.server.join()
+            await pair.serve()
+            progress = await pair.holder.ended()
+            assert (progress["error"], progress["bytes"]) == ("", 2 * PAGE_BYTES)
+            check_copy(pair.ranks, pair.own, 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("change", ["peers", "nodes", "pages", "page size"])
+def test_other_parts_are_sent_completely(tmp_path, change):
+    def ranks_with(**values):
+        return [Rank(tmp_path / str(rank), rank, **{"pages": 6 + rank, "world": 3, **values}) for rank in range(3)]
+
+    ranks, nodes = ranks_with(), 2
+    run(copied(ranks, nodes))
+    if change == "peers":
+        ranks = [ranks[0], ranks[2], ranks[1]]
+    elif change == "nodes":
+        nodes = 3
+    else:
+        ranks = ranks_with(identity=LATER, **({"pages": 5} if change == "pages" else {"page_bytes": 2 * PAGE_BYTES}))
+    progress = run(copied(ranks, nodes))
+    for rank, each in zip(ranks, progress, strict=True):
+        check_copy(ranks, rank, nodes)
+        every = [set(range(100)) for _ in ranks]
+        assert each["bytes"] == bytes_to_send(ranks, rank, nodes, every)
+
+
+@pytest.mark.parametrize(("page", "used"), [(3, True), (4, True), (5, False)])
+def test_an_unchanged_page_that_is_sent_in_part_is_verified(tmp_path, page, used):
+    """The parity of rank 0 combines page 0 of rank 1, which has changed, with halves of pages 3 and 4 of rank 2."""
+    ranks = [Rank(tmp_path / str(rank), rank, 7, world=3) for rank in range(3)]
+    run(copied(ranks, 3))
+    ranks = later(ranks, [set(), {0}, set()])
+    extent = ranks[2].manifest.pages[page].extent
+    flip(ranks[2].files[extent.path], extent.offset + (100 if page == 3 else PAGE_BYTES - 100))
+    errors = [progress["error"] for progress in run(copied(ranks, 3))]
+    assert ["does not match its checksum" in error for error in errors] == [used, False, False], errors
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
@@ -493,7 +661,7 @@ def test_a_full_drive_ends_the_copy(tmp_path):
             assert "File too large" in progress["error"]
             await pair.copy()
             assert (await pair.holder.ended())["copied"] == IDENTITY
-            check_copy(pair.ranks, pair.own, 2)
+            check_copy(pair.ranks, pair.own, 2, continued=True)
 
     run(main())
 
@@ -547,9 +715,9 @@ def test_memory_does_not_grow_with_the_number_of_peers(tmp_path, monkeypatch, no
     monkeypatch.setattr(copy_pull, "MAX_DATA_BYTES", 4 * 4096)
     combined, received = copy_pull._combined, []
 
-    def recorded(links, contents):
+    def recorded(links, contents, at):
         received.append(sum(map(len, contents)))
-        return combined(links, contents)
+        return combined(links, contents, at)
 
     monkeypatch.setattr(copy_pull, "_combined", recorded)
     ranks = [Rank(tmp_path / str(rank), rank, 16, world=nodes) for rank in range(nodes)]

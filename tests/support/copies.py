@@ -15,7 +15,7 @@ import xxhash
 
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest, checksum_of, write_manifest
-from infinity.checkpoint.parity import FOLDER, Stream, part_range, peers_of, read_index
+from infinity.checkpoint.parity import FOLDER, Stream, cells_of, part_range, peers_of, read_index
 from infinity.checkpoint.parts import Part
 from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec, build_layout
@@ -36,7 +36,11 @@ OWNER = Owner(uid=os.getuid(), pid=os.getpid(), process_started=process_start(os
 class Rank:
     """A rank with a checkpoint in the folder of its node, and a file for the parity that it stores."""
 
-    def __init__(self, root, rank, pages, *, world=2, identity=IDENTITY, page_bytes=PAGE_BYTES, paths=2):
+    def __init__(
+        self, root, rank, pages, *, world=2, identity=IDENTITY, page_bytes=PAGE_BYTES, paths=2, slot="a", before=None,
+        changed=(),
+    ):  # fmt: skip
+        """Write the checkpoint. If it follows another one (`before`), only the pages in `changed` are written."""
         self.root, self.rank, self.identity = Path(root) / RUN, rank, identity
         folder = self.root / "checkpoints"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,23 +52,22 @@ class Rank:
         layout = build_layout((spec,), {"k": StateFormat(param="float32")}, page_bytes)
         tensor = TensorSpec(names=("w",), shape=(numel,), dim=0, shard_rank=0, shard_size=1, tensor_parallel=False)
         chance = random.Random(f"{rank} {identity}")
-        ends = [0] * paths
         self.files = [self.root / f"path{path}.pages" for path in range(paths)]
-        versions, self.stream = {}, b""
-        order = list(layout.pages)
-        chance.shuffle(order)  # the order in the files differs from the stream
-        contents = {}
-        for page in order:
-            path = chance.randrange(paths)
-            contents[page.index] = data = chance.randbytes(page.nbytes)
-            extent = Extent(path, ends[path], page.nbytes)
-            ends[path] += page.nbytes
-            with self.files[path].open("ab" if extent.offset else "wb") as file:
-                file.write(data)
-            versions[page.index] = Version(extent, xxhash.xxh3_64_intdigest(data, seed=page.index))
+        versions, self.contents = (dict(before.manifest.pages), dict(before.contents)) if before else ({}, {})
         for file in self.files:
             file.touch()
-        self.stream = b"".join(contents[page] for page in sorted(contents))
+            if before is None:
+                os.truncate(file, 0)
+        order = [page for page in layout.pages if before is None or page.index in changed]
+        chance.shuffle(order)  # the order in the files differs from the stream
+        for page in order:
+            path = chance.randrange(paths)
+            self.contents[page.index] = data = chance.randbytes(page.nbytes)
+            extent = Extent(path, self.files[path].stat().st_size, page.nbytes)
+            with self.files[path].open("ab") as file:
+                file.write(data)
+            versions[page.index] = Version(extent, xxhash.xxh3_64_intdigest(data, seed=page.index))
+        self.stream = b"".join(data for _, data in sorted(self.contents.items()))
         self.state = chance.randbytes(50_000 if rank == 1 else 300)
         digest = "0" * 16
         self.manifest = Manifest(
@@ -88,7 +91,7 @@ class Rank:
         (folder / self.manifest.state_file).write_bytes(self.state)
         write_manifest(folder, self.manifest)
         self.file = folder / self.manifest.file_name
-        self.target = self.root / FOLDER / f"rank{rank:05d}.a"
+        self.target = self.root / FOLDER / f"rank{rank:05d}.{slot}"
         self.target.parent.mkdir(mode=0o700, exist_ok=True)
         if not self.target.exists():
             self.target.write_bytes(b"\xff" * 4096)
@@ -170,15 +173,21 @@ def expected_parity(ranks: Sequence[Rank], rank: Rank, nodes: int) -> bytes:
     return reduce(xor, (int.from_bytes(part, "little") for part in parts)).to_bytes(length, "little")
 
 
-def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int) -> None:
-    """Check the parity file, the index, and the copied manifests and state files of a rank."""
+def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int, *, continued: bool = False) -> None:
+    """Check the parity file, the index, the checksums, and the copied manifests and state files of a rank."""
     index = read_index(rank.target)
     parity = expected_parity(ranks, rank, nodes)
     assert (index.identity, index.nodes, index.length) == (rank.identity, nodes, len(parity))
     assert rank.target.read_bytes()[: len(parity)] == parity
     folder = rank.target.with_name(f"{rank.target.name}.d")
     by_rank = {each.rank: each for each in ranks}
-    names = {"index.json"}
+    names = {"index.json"} if continued else {"index.json", "checksums"}
+    streams = [Stream(by_rank[peer.rank].manifest.pages) for peer in index.peers]
+    checksums = b"".join(
+        struct.pack("<Q", xxhash.xxh3_64_intdigest(parity[start:stop], seed=start))
+        for start, stop, _ in cells_of(streams)
+    )
+    assert continued or (folder / "checksums").read_bytes() == checksums
     for peer in index.peers:
         source = by_rank[peer.rank]
         assert peer.length == len(source.stream) == Stream(source.manifest.pages).length
