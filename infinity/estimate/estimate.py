@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.budget import Budget, choose_budget, device_update_bytes
-from infinity.checkpoint.parity import SLOTS, parity_length
+from infinity.checkpoint.parity import SLOTS, Stream, cells_of
 from infinity.config import Config
 from infinity.content.format import FORMATS, ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
@@ -33,8 +33,8 @@ from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.timing import OtherResources
 from infinity.schedule.trace import Event, EventKind
 from infinity.schedule.update_schedule import UpdateSchedule
-from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
-from infinity.store.page_store import state_pages
+from infinity.store.extents import SPARE_SLOTS, Extent, file_sizes, plan_slots, spread
+from infinity.store.page_store import Version, state_pages
 from infinity.units import format_setting, format_size
 
 HIDDEN = 1.05
@@ -208,6 +208,16 @@ class Seconds:
     def loads(self) -> dict[str, Load]:
         """Load of each resource, by name."""
         return {name: load for name, load in vars(self).items() if isinstance(load, Load)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyTraffic:
+    """Bytes per rank when a checkpoint is copied to other nodes. Both are 0 without copies."""
+
+    received: int
+    """Bytes that the rank receives, and sends."""
+    written: int
+    """Bytes that the rank writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,19 +446,33 @@ class Estimate:
         """
         run = self.settings.run
         state = self._space(state_pages(self.layout.pages), run.retained_checkpoints + run.copied_checkpoints)
-        copies = len(SLOTS) * self.copy_written_bytes
+        copies = len(SLOTS) * self.first_copy.written
         return state + copies + self._space_of_gradients + self._space_of_activations
 
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes that this rank receives, and sends, when a checkpoint is copied to other nodes; 0 without copies."""
-        return sum(page.nbytes for page in state_pages(self.layout.pages)) * bool(self.settings.run.copies)
+    @cached_property
+    def first_copy(self) -> CopyTraffic:
+        """Traffic of each of the first two copies, which are complete. Two files of the written size are kept."""
+        return self._copy_traffic(every=True)
 
-    @property
-    def copy_written_bytes(self) -> int:
-        """Bytes that this rank writes when a checkpoint is copied to other nodes. Two such files are kept."""
-        nodes = self.settings.run.copy_nodes
-        return parity_length([self.copy_bytes] * (nodes - 1), nodes)
+    @cached_property
+    def copy(self) -> CopyTraffic:
+        """Traffic of each later copy, which leaves out frozen pages."""
+        return self._copy_traffic(every=False)
+
+    def _copy_traffic(self, *, every: bool) -> CopyTraffic:
+        run, pages = self.settings.run, self.layout.pages
+        if not run.copies:
+            return CopyTraffic(received=0, written=0)
+        versions = {page.index: Version(Extent(0, 0, page.nbytes), 0) for page in state_pages(pages)}
+        cells = [
+            cell
+            for cell in cells_of([Stream(versions)] * (run.copy_nodes - 1))
+            if every or not all(pages[piece.page].fixed for piece in cell.pieces)
+        ]
+        return CopyTraffic(
+            received=sum(piece.stop - piece.start for cell in cells for piece in cell.pieces),
+            written=sum(cell.stop - cell.start for cell in cells),
+        )
 
     @cached_property
     def _space_of_gradients(self) -> int:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
+from infinity.checkpoint.parity import parity_length
 from infinity.config import Config
 from infinity.content.format import Role
 from infinity.errors import BudgetError, ConfigError
@@ -24,6 +25,7 @@ from infinity.estimate.advice import LEAST_GAIN, WORN_DAYS, Change, best_changes
 from infinity.estimate.estimate import (
     HIDDEN,
     STORAGE,
+    CopyTraffic,
     Estimate,
     Workload,
     estimate,
@@ -34,6 +36,7 @@ from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Mach
 from infinity.estimate.model import decoder, with_lora
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.timing import NOTHING, Timing
+from infinity.store.page_store import state_pages
 from infinity_tools.plan.shapes import shape_of
 from infinity_tools.presets import ModelSource
 from support import models
@@ -108,10 +111,28 @@ def test_copies_need_two_more_checkpoints_and_two_parities(nodes: int, states: f
     drive, model = MACHINE.with_drives(1), decoder(parameters=354e6, layers=24, hidden=1024, vocabulary=32000)
     without, found = (planned("256MiB", model, drive, run__copies=n, run__copy_nodes=nodes) for n in (0, 1))
     state = found.layout.state_bytes
-    assert without.copy_bytes == without.copy_written_bytes == 0
-    assert found.copy_bytes == state
-    assert state / (nodes - 1) <= found.copy_written_bytes < 1.01 * state / (nodes - 1)
+    assert without.copy == without.first_copy == CopyTraffic(received=0, written=0)
+    assert found.copy == found.first_copy
+    assert found.copy.received == state
+    assert state / (nodes - 1) <= found.copy.written < 1.01 * state / (nodes - 1)
     assert states * state <= found.drive_bytes - without.drive_bytes < 1.01 * states * state
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_copies_of_adapters_leave_out_the_frozen_base(nodes: int) -> None:
+    """With full copies, exactly the pages of the adapters are sent. A parity also needs bytes of frozen pages that it
+    combines with them.
+    """
+    found = planned("128MiB", model=with_lora(MODEL, 8, "bfloat16"), run__copies=1, run__copy_nodes=nodes)
+    state = state_pages(found.layout.pages)
+    adapters = sum(page.nbytes for page in state if not page.fixed)
+    assert found.first_copy.received == sum(page.nbytes for page in state) > 20 * adapters
+    assert found.first_copy.written == parity_length([found.first_copy.received] * (nodes - 1), nodes)
+    if nodes == 2:
+        assert found.copy == CopyTraffic(received=adapters, written=adapters)
+    else:
+        assert adapters < found.copy.received <= 2 * adapters
+        assert adapters / 2 < found.copy.written <= adapters
 
 
 def test_frozen_base_is_read_twice_and_never_written() -> None:

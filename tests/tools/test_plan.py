@@ -197,6 +197,20 @@ def test_runtime_folder_selects_daemon(
             assert (asked == [tmp_path / "run"]) == (telemetry is not None)
 
 
+def test_summary_contains_the_bytes_per_copy(tmp_path: Path) -> None:
+    """With LoRA, the first two copies contain the frozen base, and later ones do not."""
+    config = tmp_path / "some.toml"
+    config.write_text("[run]\ncopies = 1\n")
+    line = f"{QUICK} --config {config} --no-changes"
+    adapters, complete = planned(f"{line} --lora 8"), planned(line)
+    assert 0 < adapters["copy"]["received"] < adapters["first_copy"]["received"] / 20
+    assert 0 < complete["copy"]["received"] == complete["first_copy"]["received"]
+    assert planned(QUICK)["copy"] == {"received": 0, "written": 0}
+    for options, rows in (("", [True, False]), ("--lora 8", [True, True])):
+        output = run_here(*shlex.split(f"{line} {options}")).output
+        assert [row in output for row in ("copy of a checkpoint", "first two copies")] == rows
+
+
 def test_plan_that_does_not_fit_exits_with_status_1(tmp_path: Path) -> None:
     """The report is still printed in full; a host cache that is too small for the model is an error instead."""
     done = run_here(*QUICK.split(), "--nvme-size", "1GB", "--no-changes")

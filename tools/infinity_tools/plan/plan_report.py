@@ -251,7 +251,7 @@ def _facts(found: Estimate) -> Table:
         ("NVMe space per node", format_size(space) + free, _checkpoints(found)),
         *([("NVMe space in steps 1-2", format_size(first), "step 1 may store gradients")] * (first > space)),
         ("NVMe writes per node", f"{format_number(daily / 1e12)} TB per day", life),
-        *([("copy of a checkpoint", *_copy(found))] * bool(found.settings.run.copies)),
+        *_copies(found),
         ("memory for computation", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:
@@ -274,9 +274,22 @@ def _stays_there(found: Estimate) -> str:
     return f"holds {'; '.join(parts)}"
 
 
-def _copy(found: Estimate) -> tuple[str, str]:
-    received, written = (each * found.machine.ranks_per_node for each in (found.copy_bytes, found.copy_written_bytes))
-    return f"{format_size(received)} per node", f"received and sent; {format_size(written)} are written"
+def _copies(found: Estimate) -> list[tuple[str, str, str]]:
+    """Return the rows for copies on other nodes: if pages are frozen, the first two copies differ from later ones."""
+    if not found.settings.run.copies:
+        return []
+    by_name = {"copy of a checkpoint": found.copy}
+    if found.first_copy != found.copy:
+        by_name["each of the first two copies"] = found.first_copy
+    ranks = found.machine.ranks_per_node
+    return [
+        (
+            name,
+            f"{format_size(copy.received * ranks)} per node",
+            f"received and sent; {format_size(copy.written * ranks)} are written",
+        )
+        for name, copy in by_name.items()
+    ]
 
 
 def _checkpoints(found: Estimate) -> str:
@@ -356,8 +369,8 @@ def document(
         "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,
         "node_first_drive_bytes": found.first_drive_bytes * machine.ranks_per_node,
         "node_written_bytes_per_day": found.node_written_per_day,
-        "copy_bytes": found.copy_bytes,
-        "copy_written_bytes": found.copy_written_bytes,
+        "copy": asdict(found.copy),
+        "first_copy": asdict(found.first_copy),
         "drive_days": found.drive_days,
         "working_bytes": found.working_bytes,
         "changes": [
