@@ -248,7 +248,10 @@ class RunConfig:
         minimum=2,
     )
     copy_rate: int = setting(
-        0, "Maximum number of bytes per second that each rank copies from other nodes. 0: no limit.", size=True
+        0,
+        "Maximum number of bytes per second that each rank copies from other nodes, or verifies because they have not "
+        "changed. 0: no limit.",
+        size=True,
     )
     heartbeat_timeout_seconds: int = setting(
         15,

@@ -329,7 +329,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "copy_received_bytes_total",
         "counter",
-        "Bytes of checkpoints of other nodes that the daemon has received for a rank on this node (`run.copies`).",
+        "Bytes of pages of other nodes that the daemon has received for copies of a rank on this node (`run.copies`). "
+        "Pages that have not changed are not sent.",
         _RUN,
         Label(name="rank"),
     ),

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from infinity.checkpoint.copier import Copier, Progress
-from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in
+from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
 from infinity.checkpoint.node_copier import NodeCopier
-from infinity.checkpoint.parity import parities_in
+from infinity.checkpoint.parity import Stream, cells_of, parities_in, peers_of
 from infinity.config import RunConfig
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
-from support.copying_daemon import copying
+from support import separate_nodes
+from support.copying_daemon import copying, copying_over_sockets
 from support.ranks import RankFailedError, RankPool
 from support.separate_nodes import State, different, export, resume, save
+from support.train import Recipe
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -234,6 +236,52 @@ def test_copies_over_different_numbers_of_nodes_are_distinguished(tmp_path: Path
         lose(folder, 1)
         for rank, (step, state) in enumerate(pool.run(resume, str(folder))):
             assert (step, different(state, states[rank])) == (2, [])
+    finally:
+        pool.close()
+
+
+def save_adapters(folder: str, steps: tuple[int, ...], **run: Any) -> tuple[State, list[int]]:
+    """Train LoRA adapters with copies; return this rank's state, and the bytes that each copy has received."""
+    with (
+        patch.object(separate_nodes, "RECIPE", Recipe(model="lora")),
+        patch.dict(os.environ, LOCAL_RANK="0"),
+        copying_over_sockets() as received,
+    ):
+        return save(folder, "", steps, **{"copies": 1, **run}), received
+
+
+def resume_adapters(folder: str) -> tuple[int, State]:
+    """Resume the training of `save_adapters`."""
+    with patch.object(separate_nodes, "RECIPE", Recipe(model="lora")):
+        return resume(folder)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_copies_of_adapters_do_not_include_the_base_model(nodes: int, tmp_path: Path) -> None:
+    """After a complete copy in each of the two files, frozen pages are not sent. Any node may be lost."""
+    folder, pool = tmp_path / "run", RankPool(nodes)
+    folder.mkdir()
+    try:
+        found = pool.run(partial(save_adapters, copy_nodes=nodes), str(folder), (1, 2, 3, 4))
+        manifests = []
+        for rank in range(nodes):
+            (file,) = folder.glob(f"node{rank}/nvme0/*/checkpoints/step000000000004.rank{rank:05d}-*.json")
+            manifests.append(read_manifest(file))
+        for rank, (_, received) in enumerate(found):
+            peers = [manifests[peer] for peer in peers_of(range(nodes), rank, nodes)]
+            frozen = {peer.pages[page.index] for peer in peers for page in peer.layout.pages if page.fixed}
+            complete, adapters = 0, 0
+            for cell in cells_of([Stream(peer.pages) for peer in peers]):
+                nbytes = sum(piece.stop - piece.start for piece in cell.pieces)
+                complete += nbytes
+                adapters += nbytes * any(piece.version not in frozen for piece in cell.pieces)
+            assert received == [complete, complete, adapters, adapters]
+            assert 0 < adapters < complete / 2
+        for lost in range(nodes):
+            place = shutil.copytree(folder, tmp_path / f"lost{lost}")
+            lose(place, lost)
+            for rank, (step, state) in enumerate(pool.run(resume_adapters, str(place))):
+                assert (step, different(state, found[rank][0])) == (4, [])
     finally:
         pool.close()
 

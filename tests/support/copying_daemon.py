@@ -1,10 +1,14 @@
-"""A daemon that copies checkpoints between ranks in the folders of `support.separate_nodes`, in the calling process."""
+"""Daemons that copy checkpoints between ranks in the folders of `support.separate_nodes`, in the calling process."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -22,6 +26,7 @@ from infinity.checkpoint.parity import (
 from infinity.daemon_client import NodeDaemon
 from infinity.run import checkpointing
 from infinity.store.page_store import read_version
+from support.copies import Node
 
 _MOST_REQUESTS = 10
 """Requests for the progress of a copy after which it counts as never stopped."""
@@ -100,3 +105,38 @@ def copying(fails: tuple[int, ...] = ()) -> Any:
     """Return a context in which runs copy their checkpoints with a `CopyingDaemon`."""
     daemon = type("Daemon", (CopyingDaemon,), {"steps": [], "fails": set(fails)})
     return patch.object(checkpointing, "NodeDaemon", daemon)
+
+
+@contextmanager
+def copying_over_sockets() -> Iterator[list[int]]:
+    """Copy the checkpoints of a run with the code of infinityd. Yield the number of bytes that each copy has received.
+
+    A copy is complete when the rank has started it on all nodes.
+    """
+    loop, node, received = asyncio.new_event_loop(), Node(0), list[int]()
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def done(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    class Daemon(NodeDaemon):
+        def answer(self, op: str, **values: Any) -> dict[str, Any]:
+            if not op.startswith("copies_"):
+                return super().answer(op, **values)
+            answer = {"ok": True, **done(node.ask(op.removeprefix("copies_"), **values))}
+            if op == "copies_start":
+                progress = done(node.ended(run_id=values["run_id"], rank=values["rank"]))
+                assert not progress["error"], progress
+                received.append(progress["bytes"])
+            return answer
+
+    done(node.copies.start())
+    try:
+        with patch.object(checkpointing, "NodeDaemon", Daemon):
+            yield received
+    finally:
+        done(node.copies.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
