@@ -350,8 +350,9 @@ class Pull:
         for at in {min(link.start + end, link.stop) for ends in self._left() for end in ends}:
             for piece in link.stream.pieces(at, min(at + 1, link.stream.length)):
                 if piece.start:
-                    offsets[piece.page] = at
-        for at in offsets.values():
+                    offsets[piece.page] = at, piece.version.extent.length
+        for at, nbytes in offsets.values():
+            await asyncio.sleep(self._pace.delay(nbytes))
             await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
             await self._answer(link.peer, link.channel, 0)
 

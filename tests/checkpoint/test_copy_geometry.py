@@ -77,6 +77,32 @@ def test_stream_is_in_the_order_of_pages() -> None:
     assert list(stream.pieces(4096, 4096)) == list(Stream({}).pieces(0, 0)) == []
 
 
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_cells_end_where_a_page_or_a_part_ends(nodes: int) -> None:
+    """The cells are compared with the contributions to each 4 KiB of the parity."""
+    chance, streams = random.Random(nodes), []
+    for number in range(nodes - 1):
+        lengths = [4096 * chance.randrange(1, 5) for _ in range(6 + number)]
+        streams.append(Stream({page: Version(Extent(0, 0, length), page) for page, length in enumerate(lengths)}))
+    expected: dict[int, list[tuple[int, int]]] = {}
+    for part, stream in enumerate(streams):
+        start, stop = parity.part_range(stream.length, nodes, part)
+        for at in range(start, stop, 4096):
+            (piece,) = stream.pieces(at, at + 4096)
+            expected.setdefault(at - start, []).append((part, piece.page))
+    cells = parity.cells_of(streams)
+    found = {at: [piece.page for piece in cell.pieces] for cell in cells for at in range(cell.start, cell.stop, 4096)}
+    assert found == {at: [page for _, page in pages] for at, pages in expected.items()}
+    edges = {at for at in expected if not at or expected[at] != expected[at - 4096]}
+    assert {cell.start for cell in cells} == edges
+    assert all(piece.stop - piece.start <= cell.stop - cell.start for cell in cells for piece in cell.pieces)
+
+
+def test_versions_of_a_cell_differ_in_extent_or_checksum() -> None:
+    versions = [Version(Extent(0, 0, 4096), 1), Version(Extent(0, 0, 4096), 2), Version(Extent(0, 4096, 4096), 1)]
+    assert len({cell for version in versions for cell in parity.cells_of([Stream({0: version})])}) == 3
+
+
 def index_of(target: Path) -> ParityIndex:
     parity.folder_of(target).mkdir(parents=True)
     peers = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import tempfile
@@ -465,13 +466,14 @@ def test_only_changes_are_sent(tmp_path, nodes, sizes):
     [
         ("parity", 1 + 1),
         ("checksum", 1 + 1),
+        ("unreadable", 1 + 1),
         ("checksums missing", 20),
         ("checksums short", 20),
         ("manifest", 20),
         ("index", 20),
     ],
 )
-def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog):
+def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog, monkeypatch):
     """One of 20 pages has changed, and another one, or what is known about all of them, has been damaged since."""
     ranks = [Rank(tmp_path / str(rank), rank, 20) for rank in range(2)]
     run(copied(ranks, 2))
@@ -487,6 +489,15 @@ def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog):
         file.unlink()
     elif damage == "checksums short":
         os.truncate(file, 19 * 8)
+    elif damage == "unreadable":
+        read = os.pread
+
+        def failing(descriptor, count, offset):
+            if offset == 5 * PAGE_BYTES and os.readlink(f"/proc/self/fd/{descriptor}") == str(target):
+                raise OSError(errno.EIO, "Input/output error")
+            return read(descriptor, count, offset)
+
+        monkeypatch.setattr(os, "pread", failing)
     else:
         flip(file, at)
     ranks = later(ranks, [{3}, {3}])
@@ -706,6 +717,14 @@ def test_a_limited_copy_requests_at_most_a_second_at_a_time(tmp_path, monkeypatc
             files = pair.peer.file, pair.peer.file.with_name(pair.peer.manifest.state_file)
             assert max(asked) == 4096
             assert sum(asked) == pages + sum(file.stat().st_size for file in files)
+
+            asked.clear()
+            pair.ranks = pair.own, pair.peer = later(pair.ranks, [(), ()])
+            await pair.serve()
+            await pair.copy(rate=5000)
+            progress = await pair.holder.ended()
+            assert (progress["copied"], progress["bytes"]) == (LATER, 0)
+            assert asked[-2:] == [PAGE_BYTES] * 2  # verified
 
     run(main())
 
