@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.checkpoint import parity
 from infinity.checkpoint.parity import INDEX_NAME, folder_of, part_range, peers_of
 from infinity.errors import ConfigError
 from infinity_daemon import copy_pull, copy_source
@@ -275,20 +276,27 @@ def test_the_index_of_an_earlier_copy_is_removed_first(tmp_path, monkeypatch):
             await pair.serve()
             await pair.copy()
             await pair.holder.ended()
-            pair.use_later_checkpoint(tmp_path)
-            index, write, found = folder_of(pair.own.target) / INDEX_NAME, copy_pull.Pull._write, []
-            assert index.exists()
+            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3}])
+            folder = folder_of(pair.own.target)
+            names, events = set(os.listdir(folder)), []
+            assert INDEX_NAME in names
+            sync, write = parity.sync_folder, copy_pull._write_all
 
-            async def checked(*arguments):
-                found.append(index.exists())
-                await write(*arguments)
+            def synced(place):
+                events.append(("sync", names - set(os.listdir(place)) if place == folder else None))
+                sync(place)
 
-            monkeypatch.setattr(copy_pull.Pull, "_write", checked)
+            def written(*arguments):
+                events.append("write")
+                write(*arguments)
+
+            monkeypatch.setattr(parity, "sync_folder", synced)
+            monkeypatch.setattr(copy_pull, "_write_all", written)
             await pair.serve()
             await pair.copy()
             assert (await pair.holder.ended())["copied"] == LATER
-            assert found
-            assert not any(found)
+            assert events[0] == ("sync", {INDEX_NAME})  # the other files are not removed before that is durable
+            assert events.count("write") > 1
             check_copy(pair.ranks, pair.own, 2)
 
     run(main())
