@@ -63,9 +63,9 @@ class CheckpointFiles:
         with files.using(file), file.open("rb") as opened:
             return os.pread(opened.fileno(), stop - start, start)
 
-    def copied(self, held: HeldParity, name: str) -> bytes | bytearray:
-        """Return the contents of a manifest or state file that is stored next to a parity. See `parity`."""
-        file = folder_of(self._parity_file(held)) / name
+    def copied(self, held: HeldParity, name: files.Published, *, state: bool) -> bytes | bytearray:
+        """Return the contents of a manifest, or of its state file, that is stored next to a parity. See `parity`."""
+        file = folder_of(self._parity_file(held)) / (name.state_file if state else name.file_name)
         with files.using(file):
             return read_regular(file, files.MOST_STATE)
 

@@ -43,7 +43,7 @@ class ComputedFiles(CheckpointFiles):
         """Return a manifest. Raises `CheckpointError`."""
         if name.rank not in self._held.computed:
             return self._access.manifest(name)
-        content = self._copied(name.rank, name.file_name)
+        content = self._copied(name.rank, state=False)
         return files.decode_manifest(Path(self.folder.run_id, "checkpoints", name.file_name), content)
 
     def state_path(self, manifest: Manifest) -> Path:
@@ -56,7 +56,7 @@ class ComputedFiles(CheckpointFiles):
         """Return the verified contents of a state file. Raises `CheckpointError`."""
         if manifest.rank not in self._held.computed:
             return self._access.state_file(manifest)
-        content = self._copied(manifest.rank, manifest.state_file)
+        content = self._copied(manifest.rank, state=True)
         if files.checksum_of(content) != manifest.state_checksum:
             raise CheckpointError(f"the copy of {manifest.state_file} does not match its checksum")
         return bytes(content)
@@ -106,9 +106,10 @@ class ComputedFiles(CheckpointFiles):
     def _read_page_of_peer(self, rank: int, page: int) -> memoryview:
         return self._access.page(self._peer(self._held.name.of(rank)), page)
 
-    def _copied(self, rank: int, name: str) -> bytes | bytearray:
+    def _copied(self, rank: int, *, state: bool) -> bytes | bytearray:
         """Return the contents of a manifest or state file. Every rank that stores a part of a rank has both files."""
-        return self._access.copied(self._held.parities[self._held.computed[rank][0]], name)
+        held = self._held.parities[self._held.computed[rank][0]]
+        return self._access.copied(held, self._held.name.of(rank), state=state)
 
     @property
     def checkpoints(self) -> Path:

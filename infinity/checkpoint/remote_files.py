@@ -34,7 +34,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import checksum
 
 _log = logging.getLogger("infinity")
-_STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS, _PARITY, _COPIED_MANIFEST, _COPIED_STATE = range(8)
+_STOP, _MANIFEST, _STATE, _PAGE, _COMPANIONS, _PARITY, _COPIED = range(7)
 _REQUEST, _HEADER, _DATA = 1, 2, 3  # tags of messages
 _WORDS = 4  # integers of a request
 _IDLE = timedelta(days=7)  # a rank may not be asked for anything while others read for hours
@@ -124,17 +124,12 @@ class RemoteFiles(CheckpointFiles):
         number = self._held.parities.index(held)  # the same on all ranks
         return self._ask(self._one_of(held.processes), _PARITY, number, start, stop)
 
-    def copied(self, held: HeldParity, name: str) -> bytes | bytearray:
+    def copied(self, held: HeldParity, name: Published, *, state: bool) -> bytes | bytearray:
         """Return the contents of a manifest or state file that is stored next to a parity. Raises `CheckpointError`."""
         if self._ranks.rank in held.processes:
-            return super().copied(held, name)
-        (peer,) = (peer.rank for peer in held.contents.peers if name in self._names(peer.rank))
-        kind = _COPIED_MANIFEST if name == self._names(peer)[0] else _COPIED_STATE
-        return self._ask(self._one_of(held.processes), kind, self._held.parities.index(held), peer)
-
-    def _names(self, rank: int) -> tuple[str, str]:
-        name = self._held.name.of(rank)
-        return name.file_name, name.state_file
+            return super().copied(held, name, state=state)
+        number = self._held.parities.index(held)
+        return self._ask(self._one_of(held.processes), _COPIED, number, name.rank, state)
 
     @property
     def checkpoints(self) -> Path:
@@ -229,8 +224,8 @@ class RemoteFiles(CheckpointFiles):
             return packed(self.folder.checkpoints) if self.folder.roots else b""
         if kind == _PARITY:
             return super().parity(self._held.parities[rank], page, stop)
-        if kind in (_COPIED_MANIFEST, _COPIED_STATE):
-            return super().copied(self._held.parities[rank], self._names(page)[kind == _COPIED_STATE])
+        if kind == _COPIED:
+            return super().copied(self._held.parities[rank], self._held.name.of(page), state=bool(stop))
         if rank not in self._served:
             self._served[rank] = super().manifest(self._held.name.of(rank))
         manifest = self._served[rank]
