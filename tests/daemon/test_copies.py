@@ -10,6 +10,7 @@ import tempfile
 import threading
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,25 @@ class Pair:
         await self.holder.ask("start", **{**self.own.job([(1, self.address)]), **more})
 
 
+@pytest.fixture
+def pair(tmp_path):
+    return Pair(tmp_path)
+
+
+def with_pair(test):
+    """Run a coroutine function as a test, while the nodes of its argument `pair` are open."""
+
+    @wraps(test)
+    def call(pair, **fixtures):
+        async def main():
+            async with pair:
+                await test(pair, **fixtures)
+
+        run(main())
+
+    return call
+
+
 async def served(node):
     """Wait until a node serves its checkpoint."""
     while node.copies._ranks[(RUN, node.rank)].source is None:
@@ -135,189 +155,159 @@ def flip(file, at):
     file.write_bytes(data)
 
 
-def test_a_restarted_daemon_continues_an_interrupted_copy(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 13)
-            await pair.copy()
-            await gate.reached.wait()
-            await pair.holder.until(lambda progress: progress["bytes"] == 13 * STEP)
-            await pair.holder.copies.stop()
-            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
-            gate.open()
-            pair.holder.copies = Node(0).copies
-            await pair.holder.copies.start()
-            await pair.holder.join()
-            del gate.offsets[:]
-            await pair.copy()
-            progress = await pair.holder.ended()
-            assert progress["copied"] == IDENTITY, progress
-            done = 12 * STEP  # the progress is recorded every four requests
-            assert min(gate.offsets) == done
-            assert progress["bytes"] == len(pair.peer.stream) - done
-            check_copy(pair.ranks, pair.own, 2, continued=True)
-
-    run(main())
+@with_pair
+async def test_a_restarted_daemon_continues_an_interrupted_copy(pair, monkeypatch):
+    await pair.serve()
+    gate = Gate(monkeypatch, 13)
+    await pair.copy()
+    await gate.reached.wait()
+    await pair.holder.until(lambda progress: progress["bytes"] == 13 * STEP)
+    await pair.holder.copies.stop()
+    assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+    gate.open()
+    pair.holder.copies = Node(0).copies
+    await pair.holder.copies.start()
+    await pair.holder.join()
+    del gate.offsets[:]
+    await pair.copy()
+    progress = await pair.holder.ended()
+    assert progress["copied"] == IDENTITY, progress
+    done = 12 * STEP  # the progress is recorded every four requests
+    assert min(gate.offsets) == done
+    assert progress["bytes"] == len(pair.peer.stream) - done
+    check_copy(pair.ranks, pair.own, 2, continued=True)
 
 
-def test_a_copy_of_a_complete_checkpoint_needs_no_peer(tmp_path):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            await pair.copy()
-            assert (await pair.holder.ended())["copied"] == IDENTITY
-            await pair.server.copies.stop()
-            await pair.copy()
-            progress = await pair.holder.ended()
-            assert (progress["copied"], progress["bytes"], progress["error"]) == (IDENTITY, 0, "")
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+@with_pair
+async def test_a_copy_of_a_complete_checkpoint_needs_no_peer(pair):
+    await pair.serve()
+    await pair.copy()
+    assert (await pair.holder.ended())["copied"] == IDENTITY
+    await pair.server.copies.stop()
+    await pair.copy()
+    progress = await pair.holder.ended()
+    assert (progress["copied"], progress["bytes"], progress["error"]) == (IDENTITY, 0, "")
+    check_copy(pair.ranks, pair.own, 2)
 
 
-def test_a_peer_that_returns_is_copied_from_where_it_ended(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 6)
-            await pair.copy()
-            await gate.reached.wait()
-            await pair.holder.until(lambda progress: progress["bytes"] == 6 * STEP)
-            await pair.server.copies.stop()
-            gate.open()
-            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
-            await pair.server.copies.start()
-            assert await pair.server.join() == pair.address
-            await pair.serve()
-            progress = await pair.holder.ended()
-            assert progress == {"busy": False, "copied": IDENTITY, "bytes": len(pair.peer.stream), "error": ""}
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+@with_pair
+async def test_a_peer_that_returns_is_copied_from_where_it_ended(pair, monkeypatch):
+    await pair.serve()
+    gate = Gate(monkeypatch, 6)
+    await pair.copy()
+    await gate.reached.wait()
+    await pair.holder.until(lambda progress: progress["bytes"] == 6 * STEP)
+    await pair.server.copies.stop()
+    gate.open()
+    pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+    await pair.server.copies.start()
+    assert await pair.server.join() == pair.address
+    await pair.serve()
+    progress = await pair.holder.ended()
+    assert progress == {"busy": False, "copied": IDENTITY, "bytes": len(pair.peer.stream), "error": ""}
+    check_copy(pair.ranks, pair.own, 2)
 
 
-def test_a_copy_waits_for_a_peer_that_starts_later(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            connect, attempts = pair.holder.copies._server.connect, []
+@with_pair
+async def test_a_copy_waits_for_a_peer_that_starts_later(pair, monkeypatch):
+    connect, attempts = pair.holder.copies._server.connect, []
 
-            async def counted(*arguments):
-                attempts.append(arguments)
-                return await connect(*arguments)
+    async def counted(*arguments):
+        attempts.append(arguments)
+        return await connect(*arguments)
 
-            monkeypatch.setattr(pair.holder.copies._server, "connect", counted)
-            await pair.copy()
-            await pair.holder.until(lambda _: len(attempts) >= 3)
-            assert (await pair.holder.ask("progress"))["busy"]
-            await pair.serve()
-            assert (await pair.holder.ended())["copied"] == IDENTITY
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+    monkeypatch.setattr(pair.holder.copies._server, "connect", counted)
+    await pair.copy()
+    await pair.holder.until(lambda _: len(attempts) >= 3)
+    assert (await pair.holder.ask("progress"))["busy"]
+    await pair.serve()
+    assert (await pair.holder.ended())["copied"] == IDENTITY
+    check_copy(pair.ranks, pair.own, 2)
 
 
-def test_a_copy_fails_if_a_peer_does_not_return(tmp_path, monkeypatch):
+@with_pair
+async def test_a_copy_fails_if_a_peer_does_not_return(pair, monkeypatch):
     monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.server.copies.stop()
-            await pair.copy()
-            error = (await pair.holder.ended())["error"]
-            assert error.startswith("no progress for ")
-            assert f"rank 1 at {pair.address}" in error
-
-    run(main())
+    await pair.server.copies.stop()
+    await pair.copy()
+    error = (await pair.holder.ended())["error"]
+    assert error.startswith("no progress for ")
+    assert f"rank 1 at {pair.address}" in error
 
 
-def test_a_copy_fails_with_another_token_or_rank(tmp_path, monkeypatch):
+@with_pair
+async def test_a_copy_fails_with_another_token_or_rank(pair, monkeypatch):
     monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            await pair.holder.join(token="cd" * 32)
-            await pair.copy()
-            wrong_token = (await pair.holder.ended())["error"]
-            await pair.holder.join()
-            await pair.copy(peers=[{"rank": 5, "address": pair.address}])
-            wrong_rank = (await pair.holder.ended())["error"]
-            assert f"handshake with rank 1 at {pair.address} failed: the daemon does not serve rank 1" in wrong_token
-            assert "certificate" not in wrong_token
-            assert "does not serve rank 5" in wrong_rank
-            assert pair.own.target.read_bytes()[:4096] == b"\xff" * 4096
-
-    run(main())
+    await pair.serve()
+    await pair.holder.join(token="cd" * 32)
+    await pair.copy()
+    wrong_token = (await pair.holder.ended())["error"]
+    await pair.holder.join()
+    await pair.copy(peers=[{"rank": 5, "address": pair.address}])
+    wrong_rank = (await pair.holder.ended())["error"]
+    assert f"handshake with rank 1 at {pair.address} failed: the daemon does not serve rank 1" in wrong_token
+    assert "certificate" not in wrong_token
+    assert "does not serve rank 5" in wrong_rank
+    assert pair.own.target.read_bytes()[:4096] == b"\xff" * 4096
 
 
-def test_a_peer_with_a_later_checkpoint_ends_the_copy(tmp_path, monkeypatch):
+@with_pair
+async def test_a_peer_with_a_later_checkpoint_ends_the_copy(pair, tmp_path, monkeypatch):
     """The index of the earlier copy is removed before the first byte changes, and the incomplete copy has none."""
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 5)
-            await pair.copy()
-            await gate.reached.wait()
-            later = Rank(tmp_path / "1", 1, 20, identity=LATER)
-            await pair.server.ask("start", **later.job([(0, "127.0.0.1:1")]))
-            await served(pair.server)
-            gate.open()
-            assert f"later checkpoint {LATER}" in (await pair.holder.ended())["error"]
-            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
-
-    run(main())
+    await pair.serve()
+    gate = Gate(monkeypatch, 5)
+    await pair.copy()
+    await gate.reached.wait()
+    later = Rank(tmp_path / "1", 1, 20, identity=LATER)
+    await pair.server.ask("start", **later.job([(0, "127.0.0.1:1")]))
+    await served(pair.server)
+    gate.open()
+    assert f"later checkpoint {LATER}" in (await pair.holder.ended())["error"]
+    assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
 
 
-def test_the_index_of_an_earlier_copy_is_removed_first(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            await pair.copy()
-            await pair.holder.ended()
-            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3}])
-            folder = folder_of(pair.own.target)
-            names, events = set(os.listdir(folder)), []
-            assert INDEX_NAME in names
-            sync, write = parity.sync_folder, copy_pull._write_all
+@with_pair
+async def test_the_index_of_an_earlier_copy_is_removed_first(pair, monkeypatch):
+    await pair.serve()
+    await pair.copy()
+    await pair.holder.ended()
+    pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3}])
+    folder = folder_of(pair.own.target)
+    names, events = set(os.listdir(folder)), []
+    assert INDEX_NAME in names
+    sync, write = parity.sync_folder, copy_pull._write_all
 
-            def synced(place):
-                events.append(("sync", names - set(os.listdir(place)) if place == folder else None))
-                sync(place)
+    def synced(place):
+        events.append(("sync", names - set(os.listdir(place)) if place == folder else None))
+        sync(place)
 
-            def written(*arguments):
-                events.append("write")
-                write(*arguments)
+    def written(*arguments):
+        events.append("write")
+        write(*arguments)
 
-            monkeypatch.setattr(parity, "sync_folder", synced)
-            monkeypatch.setattr(copy_pull, "_write_all", written)
-            await pair.serve()
-            await pair.copy()
-            assert (await pair.holder.ended())["copied"] == LATER
-            assert events[0] == ("sync", {INDEX_NAME})  # the other files are not removed before that is durable
-            assert events.count("write") > 1
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+    monkeypatch.setattr(parity, "sync_folder", synced)
+    monkeypatch.setattr(copy_pull, "_write_all", written)
+    await pair.serve()
+    await pair.copy()
+    assert (await pair.holder.ended())["copied"] == LATER
+    assert events[0] == ("sync", {INDEX_NAME})  # the other files are not removed before that is durable
+    assert events.count("write") > 1
+    check_copy(pair.ranks, pair.own, 2)
 
 
-def test_a_new_checkpoint_ends_the_copy_of_the_earlier_one(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 5)
-            await pair.copy()
-            await gate.reached.wait()
-            pair.use_later_checkpoint(tmp_path)
-            await pair.copy()
-            await pair.copy()  # a repeated request does not start again
-            gate.open()
-            await pair.serve()
-            assert (await pair.holder.ended())["copied"] == LATER
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+@with_pair
+async def test_a_new_checkpoint_ends_the_copy_of_the_earlier_one(pair, tmp_path, monkeypatch):
+    await pair.serve()
+    gate = Gate(monkeypatch, 5)
+    await pair.copy()
+    await gate.reached.wait()
+    pair.use_later_checkpoint(tmp_path)
+    await pair.copy()
+    await pair.copy()  # a repeated request does not start again
+    gate.open()
+    await pair.serve()
+    assert (await pair.holder.ended())["copied"] == LATER
+    check_copy(pair.ranks, pair.own, 2)
 
 
 @pytest.mark.parametrize("suffix", [".a", ".json", ".safetensors"])
@@ -366,44 +356,37 @@ def test_a_write_that_was_cancelled_twice_ends_before_the_next_copy(tmp_path, mo
         opened.set()
 
 
-def test_a_copy_ends_with_the_process_of_the_rank(tmp_path, monkeypatch, caplog):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 5)
-            await pair.copy()
-            await gate.reached.wait()
-            tasks = [node.copies._ranks[(RUN, node.rank)].task for node in (pair.holder, pair.server)]
-            pair.server.alive = False
-            pair.server.copies.expire()
-            gate.open()
-            pair.holder.alive = False
-            pair.holder.copies.expire()
-            await asyncio.wait(tasks)
-            assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
-            for node in (pair.holder, pair.server):
-                with pytest.raises(ConfigError, match="has not joined"):
-                    await node.ask("progress")
-            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
-
-    run(main())
+@with_pair
+async def test_a_copy_ends_with_the_process_of_the_rank(pair, monkeypatch, caplog):
+    await pair.serve()
+    gate = Gate(monkeypatch, 5)
+    await pair.copy()
+    await gate.reached.wait()
+    tasks = [node.copies._ranks[(RUN, node.rank)].task for node in (pair.holder, pair.server)]
+    pair.server.alive = False
+    pair.server.copies.expire()
+    gate.open()
+    pair.holder.alive = False
+    pair.holder.copies.expire()
+    await asyncio.wait(tasks)
+    assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
+    for node in (pair.holder, pair.server):
+        with pytest.raises(ConfigError, match="has not joined"):
+            await node.ask("progress")
+    assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
 
 
-def test_a_stopped_copy_is_not_served(tmp_path, monkeypatch):
+@with_pair
+async def test_a_stopped_copy_is_not_served(pair, monkeypatch):
     monkeypatch.setattr(copy_pull, "_PATIENCE_SECONDS", 0.2)
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 5)
-            await pair.copy()
-            await gate.reached.wait()
-            await pair.server.ask("stop")
-            gate.open()
-            assert "does not serve checkpoint" in (await pair.holder.ended())["error"]
-            assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
-
-    run(main())
+    await pair.serve()
+    gate = Gate(monkeypatch, 5)
+    await pair.copy()
+    await gate.reached.wait()
+    await pair.server.ask("stop")
+    gate.open()
+    assert "does not serve checkpoint" in (await pair.holder.ended())["error"]
+    assert len(gate.offsets) <= 6  # the blocked request, whose result was discarded
 
 
 def test_damaged_files_end_the_copy(tmp_path):
@@ -517,56 +500,49 @@ def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog, monkeypatch)
     check_copy(ranks, ranks[0], 2)
 
 
-def test_nothing_is_skipped_after_an_interruption(tmp_path, monkeypatch):
+@with_pair
+async def test_nothing_is_skipped_after_an_interruption(pair, monkeypatch):
     """The interrupted copy may have written bytes of another checkpoint."""
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            await pair.copy()
-            await pair.holder.ended()
-            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
-            gate = Gate(monkeypatch, 2)
-            await pair.serve()
-            await pair.copy()
-            await gate.reached.wait()
-            assert gate.offsets == [3 * PAGE_BYTES, 3 * PAGE_BYTES + STEP]
-            await pair.holder.ask("stop")
-            gate.open()
-            assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
-            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {9}])
-            await pair.serve()
-            await pair.copy()
-            progress = await pair.holder.ended()
-            assert (progress["error"], progress["bytes"]) == ("", len(pair.peer.stream))
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+    await pair.serve()
+    await pair.copy()
+    await pair.holder.ended()
+    pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
+    gate = Gate(monkeypatch, 2)
+    await pair.serve()
+    await pair.copy()
+    await gate.reached.wait()
+    assert gate.offsets == [3 * PAGE_BYTES, 3 * PAGE_BYTES + STEP]
+    await pair.holder.ask("stop")
+    gate.open()
+    assert not (folder_of(pair.own.target) / INDEX_NAME).exists()
+    pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {9}])
+    await pair.serve()
+    await pair.copy()
+    progress = await pair.holder.ended()
+    assert (progress["error"], progress["bytes"]) == ("", len(pair.peer.stream))
+    check_copy(pair.ranks, pair.own, 2)
 
 
-def test_a_lost_connection_does_not_repeat_what_was_skipped(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            await pair.copy()
-            await pair.holder.ended()
-            pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
-            gate = Gate(monkeypatch, 2)
-            await pair.serve()
-            await pair.copy()
-            await gate.reached.wait()
-            await pair.holder.until(lambda progress: progress["bytes"] == 2 * STEP)
-            await pair.server.copies.stop()
-            gate.open()
-            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
-            await pair.server.copies.start()
-            await pair.server.join()
-            await pair.serve()
-            progress = await pair.holder.ended()
-            assert (progress["error"], progress["bytes"]) == ("", 2 * PAGE_BYTES)
-            check_copy(pair.ranks, pair.own, 2)
-
-    run(main())
+@with_pair
+async def test_a_lost_connection_does_not_repeat_what_was_skipped(pair, monkeypatch):
+    await pair.serve()
+    await pair.copy()
+    await pair.holder.ended()
+    pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
+    gate = Gate(monkeypatch, 2)
+    await pair.serve()
+    await pair.copy()
+    await gate.reached.wait()
+    await pair.holder.until(lambda progress: progress["bytes"] == 2 * STEP)
+    await pair.server.copies.stop()
+    gate.open()
+    pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+    await pair.server.copies.start()
+    await pair.server.join()
+    await pair.serve()
+    progress = await pair.holder.ended()
+    assert (progress["error"], progress["bytes"]) == ("", 2 * PAGE_BYTES)
+    check_copy(pair.ranks, pair.own, 2)
 
 
 @pytest.mark.parametrize("change", ["peers", "nodes", "pages", "page size"])
@@ -616,27 +592,24 @@ def test_a_damaged_page_in_two_parts_ends_the_copies(tmp_path, page):
     assert damaged == [False, page != 0, page != 2], errors
 
 
-def test_a_page_at_the_position_of_a_reconnection_is_verified(tmp_path, monkeypatch):
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            gate = Gate(monkeypatch, 7)
-            await pair.copy()
-            await gate.reached.wait()
-            await pair.holder.until(lambda progress: progress["bytes"] == 7 * STEP)
-            extent = pair.peer.manifest.pages[3].extent  # the copy has the first half of the page
-            data = bytearray(pair.peer.files[extent.path].read_bytes())
-            data[extent.offset + STEP] ^= 1
-            pair.peer.files[extent.path].write_bytes(data)
-            await pair.server.copies.stop()
-            gate.open()
-            pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
-            await pair.server.copies.start()
-            await pair.server.join()
-            await pair.serve()
-            assert "does not match its checksum" in (await pair.holder.ended())["error"]
-
-    run(main())
+@with_pair
+async def test_a_page_at_the_position_of_a_reconnection_is_verified(pair, monkeypatch):
+    await pair.serve()
+    gate = Gate(monkeypatch, 7)
+    await pair.copy()
+    await gate.reached.wait()
+    await pair.holder.until(lambda progress: progress["bytes"] == 7 * STEP)
+    extent = pair.peer.manifest.pages[3].extent  # the copy has the first half of the page
+    data = bytearray(pair.peer.files[extent.path].read_bytes())
+    data[extent.offset + STEP] ^= 1
+    pair.peer.files[extent.path].write_bytes(data)
+    await pair.server.copies.stop()
+    gate.open()
+    pair.server.copies = Node(1, port=int(pair.address.rpartition(":")[2])).copies
+    await pair.server.copies.start()
+    await pair.server.join()
+    await pair.serve()
+    assert "does not match its checksum" in (await pair.holder.ended())["error"]
 
 
 def test_targets_that_cannot_be_written_end_the_copy(tmp_path):
@@ -664,25 +637,21 @@ def test_targets_that_cannot_be_written_end_the_copy(tmp_path):
         assert expected in run(copy(name, damage)), name
 
 
-def test_a_full_drive_ends_the_copy(tmp_path):
+@with_pair
+async def test_a_full_drive_ends_the_copy(pair):
     """A limit of the file size has the same effect as a full drive: a write fails."""
-
-    async def main():
-        async with Pair(tmp_path) as pair:
-            await pair.serve()
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-            try:
-                await pair.copy()
-                progress = await pair.holder.ended()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert "File too large" in progress["error"]
-            await pair.copy()
-            assert (await pair.holder.ended())["copied"] == IDENTITY
-            check_copy(pair.ranks, pair.own, 2, continued=True)
-
-    run(main())
+    await pair.serve()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        await pair.copy()
+        progress = await pair.holder.ended()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in progress["error"]
+    await pair.copy()
+    assert (await pair.holder.ended())["copied"] == IDENTITY
+    check_copy(pair.ranks, pair.own, 2, continued=True)
 
 
 def test_wrong_manifests_end_the_copy(tmp_path):
