@@ -121,7 +121,7 @@ def test_copies_need_two_more_checkpoints_and_two_parities(nodes: int, states: f
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_copies_of_adapters_leave_out_the_frozen_base(nodes: int) -> None:
     """With full copies, exactly the pages of the adapters are sent. A parity also needs bytes of frozen pages that it
-    combines with them.
+    combines with them. Frozen pages are stored once, and once in each of two full copies.
     """
     found = planned("128MiB", model=with_lora(MODEL, 8, "bfloat16"), run__copies=1, run__copy_nodes=nodes)
     state = state_pages(found.layout.pages)
@@ -130,6 +130,8 @@ def test_copies_of_adapters_leave_out_the_frozen_base(nodes: int) -> None:
     assert found.first_copy.written == parity_length([found.first_copy.received] * (nodes - 1), nodes)
     if nodes == 2:
         assert found.copy == CopyTraffic(received=adapters, written=adapters)
+        space = 3 * (found.first_copy.received - adapters) + 6 * adapters
+        assert space <= found.drive_bytes < 1.05 * space
     else:
         assert adapters < found.copy.received <= 2 * adapters
         assert adapters / 2 < found.copy.written <= adapters
