@@ -13,6 +13,7 @@ from typing import Any
 
 from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
 from infinity.content.layout import RANGE_ALIGNMENT, FSDPModuleSpec, Layout, ShardSpec, build_layout
+from infinity.content.spans import Ranges, Spans, sizes_of
 from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
@@ -26,32 +27,19 @@ class TensorSpec:
     names: tuple[str, ...]
     """All names of the parameter in the model. A tied parameter has several."""
     shape: tuple[int, ...]
-    """Shape of the full parameter. For a tensor-parallel parameter, the shape of this rank's part."""
-    dim: int
-    """Sharded dimension."""
-    shard_rank: int
-    """Index of the slice that this rank holds."""
-    shard_size: int
-    """Number of slices."""
-    tensor_parallel: bool
-    """``True`` if the parameter is also tensor-parallel."""
+    """Shape of the full parameter."""
+    spans: Spans
+    """Spans of the slice that this rank holds."""
 
     @property
     def parameters(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
-    def slice_of(self, rank: int) -> tuple[int, int]:
-        """Return the rows [first, last) along `dim` that a slice contains, divided as by `torch.chunk`."""
-        rows = self.shape[self.dim] if self.shape else 1
-        each = -(-rows // self.shard_size)
-        return min(rank * each, rows), min((rank + 1) * each, rows)
-
     @property
     def held(self) -> int:
         """Number of elements of the slice that this rank holds."""
-        first, last = self.slice_of(self.shard_rank)
-        return (last - first) * math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return math.prod(sizes_of(self.spans))
 
 
 _SIZE = integer(0, 1 << 48)
@@ -78,10 +66,7 @@ _TENSOR = record(
     TensorSpec,
     names=sequence(text(), least=1),
     shape=sequence(_SIZE, most=64),
-    dim=integer(0),
-    shard_rank=integer(0),
-    shard_size=integer(1),
-    tensor_parallel=flag,
+    spans=sequence(sequence(row(_SIZE, _SIZE), least=1), most=64),
 )
 DESCRIPTION = record(
     fsdp_modules=sequence(record(FSDPModuleSpec, name=text(), shards=sequence(_SHARD))),
@@ -164,7 +149,13 @@ def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> 
     if len(set(names)) != len(names):
         raise ValueError("tensors: duplicate name")
     for tensor, shard in zip(tensors, shards, strict=True):
-        inside = tensor.dim < max(1, len(tensor.shape)) and tensor.shard_rank < tensor.shard_size
+        inside = len(tensor.spans) == len(tensor.shape) and all(map(_inside, tensor.spans, tensor.shape))
         countable = math.prod(max(1, size) for size in tensor.shape) <= MOST
         if not (inside and countable) or tensor.held != shard.numel or tensor.names[0] != shard.name:
             raise ValueError(f"tensors: {brief(tensor.names[0])} does not match its shard")
+
+
+def _inside(ranges: Ranges, size: int) -> bool:
+    """Return whether ranges are in order, within a dimension of the given size."""
+    bounds = [bound for each in ranges for bound in each]
+    return bounds == sorted(bounds) and bounds[-1] <= size

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.description import TensorSpec
+from infinity.content.spans import Spans, tile
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
@@ -46,7 +47,7 @@ class FullState(ABC):
         Raises:
             StorageError: if a page cannot be read.
             CorruptPageError: if a page does not match its checksum.
-            CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
+            CheckpointError: if no rank holds one of the slices.
         """
 
     def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
@@ -59,26 +60,24 @@ class FullState(ABC):
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
 
-def owners_of(specs: Mapping[int, TensorSpec], run_id: str) -> dict[int, int]:
-    """Return the rank from which to read each slice of a parameter, by slice index.
+def owners_of(specs: Mapping[int, TensorSpec], run_id: str) -> dict[Spans, int]:
+    """Return the rank from which to read each slice of a parameter, by the spans of the slice.
 
     Args:
         specs: Description of the parameter from each rank, by rank.
         run_id: Run id, for error messages.
 
     Raises:
-        CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
+        CheckpointError: if no rank holds one of the slices.
     """
     spec = next(iter(specs.values()))
-    if spec.tensor_parallel:
-        raise CheckpointError(
-            f"{spec.names[0]} of run {run_id} is tensor-parallel, which is not supported when reading full parameters"
-        )
-    owners: dict[int, int] = {}
+    owners: dict[Spans, int] = {}
     for rank, other in specs.items():
-        owners.setdefault(other.shard_rank, rank)
-    if len(owners) != spec.shard_size:
+        if other.held:
+            owners.setdefault(other.spans, rank)
+    if not tile(spec.shape, owners):
         raise CheckpointError(
-            f"{spec.names[0]} of run {run_id}: only slices {sorted(owners)} of {spec.shard_size} are present"
+            f"{spec.names[0]} of run {run_id}: the slices of ranks {sorted(owners.values())} do not form the full "
+            f"parameter of shape {spec.shape}"
         )
     return owners

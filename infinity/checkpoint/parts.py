@@ -40,17 +40,12 @@ def host_name() -> str:
     return re.sub(r"[^!-~]", "_", socket.gethostname())[:255] or "unknown"
 
 
-def replica_of(described: RunDescription, groups: Iterable[Sequence[int]]) -> int | None:
-    """Return the value for `Part.replica`.
-
-    It is unknown if a tensor is tensor-parallel, or if tensors are sharded over different ranks.
+def replica_of(groups: Iterable[Sequence[int]]) -> int | None:
+    """Return the value for `Part.replica`. It is unknown if tensors are sharded over different ranks.
 
     Args:
-        described: Description of the pages of a rank.
         groups: Ranks over which each tensor is sharded.
     """
-    if any(tensor.tensor_parallel for tensor in described.tensors):
-        return None
     replicas = {tuple(sorted(group)) for group in groups}
     return replicas.pop()[0] if len(replicas) == 1 else None
 

@@ -495,28 +495,6 @@ def check_checkpoint(found: Manifest, layout: Layout, optimizer: str, folder: Ru
     files.check_pages(found, folder)
 
 
-def check_tensors(found: Manifest, described: RunDescription) -> None:
-    """Check that the pages of a checkpoint contain the same slices of the same parameters as the pages of this run.
-
-    Raises:
-        CheckpointError: if they do not, e.g. because a parameter has a different shape with the same number of
-            elements.
-    """
-    for there, here in zip(found.description.tensors, described.tensors, strict=True):
-        for what, one, other in (
-            ("is named", there.names, here.names),
-            ("has shape", there.shape, here.shape),
-            ("is sharded along dimension", there.dim, here.dim),
-            ("has slice count", there.shard_size, here.shard_size),
-            ("has, on this rank, slice", there.shard_rank, here.shard_rank),
-        ):
-            if one != other:
-                raise CheckpointError(
-                    f"{here.names[0]} {what} {one} in the checkpoint of step {found.step} of run {found.run_id}, but "
-                    f"{other} in this run. Build the same model and device mesh as for the checkpoint."
-                )
-
-
 def check_optimizer(found: Manifest, optimizer: str) -> None:
     """Check that a checkpoint was written with an optimizer of this class.
 

@@ -24,6 +24,7 @@ from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.model_state import load_tensors, saved_buffer
 from infinity.checkpoint.module_state import IGNORED, saved_state
 from infinity.content.format import MASTER
+from infinity.content.spans import Spans, full_spans, overlaps, sizes_of
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
@@ -173,45 +174,37 @@ class CheckpointReader(FullState):
                 found.setdefault(index, values)
         return deepcopy(found)
 
-    def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return a parameter, in the dtype in which it is trained, or one of its optimizer states, in full shape.
+    def read(self, index: int, name: str = MASTER, *, spans: Spans | None = None) -> torch.Tensor:
+        """Return a parameter, in the dtype in which it is trained, or one of its optimizer states.
 
         Args:
             index: Index into `tensors`.
             name: ``master`` or one of `kinds`.
-            rows: Rows [first, last) to return along the sharded dimension. By default, all rows. Pages that contain
-                none of these rows are not read.
+            spans: Slice to return. By default, the full parameter. Pages that are not needed are not read.
 
         Raises:
             StorageError: if a page cannot be read.
             CorruptPageError: if a page does not match its checksum.
-            CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
+            CheckpointError: if no rank holds one of the slices.
         """
-        spec = self.tensors[index]
         specs = {rank: described.tensors[index] for rank, described in self._ranks.items()}
         owners = owners_of(specs, self._folder.run_id)
-        first, last = rows or (0, spec.shape[spec.dim] if spec.shape else 1)
-        parts = []
-        for position in range(spec.shard_size):
-            start, stop = spec.slice_of(position)
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                parts.append(self._rows(owners[position], index, name, stop - start, low - start, high - start))
-        if not parts:
-            empty = (*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :])
-            return torch.empty(empty, dtype=self.dtype(index, name))
-        whole = torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
-        return whole if spec.shape else whole.view(())
+        spans = full_spans(self.tensors[index].shape) if spans is None else spans
+        boxes = [(rank, sizes_of(held), *box) for held, rank in owners.items() for box in overlaps(held, spans)]
+        if len(boxes) == 1:  # the parameter is not copied
+            return self._box(index, name, *boxes[0][:3])
+        found = torch.empty(sizes_of(spans), dtype=self.dtype(index, name))
+        for rank, sizes, source, target in boxes:
+            found[target] = self._box(index, name, rank, sizes, source)
+        return found
 
-    def _rows(self, rank: int, index: int, name: str, held: int, low: int, high: int) -> torch.Tensor:
-        """Return rows [low, high) of the `held` rows of a parameter that a rank stores."""
-        spec = self.tensors[index]
-        before, after = spec.shape[: spec.dim], spec.shape[spec.dim + 1 :]
-        if math.prod(before) == 1:  # the rows are contiguous
-            width = math.prod(after)
-            return self._elements(rank, index, name, low * width, high * width).view(*before, high - low, *after)
-        numel = self._ranks[rank].layout.shards[index].spec.numel
-        return self._elements(rank, index, name, 0, numel).view(*before, held, *after).narrow(spec.dim, low, high - low)
+    def _box(self, index: int, name: str, rank: int, sizes: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of the slice of a parameter that a rank stores, whose shape is `sizes`."""
+        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        first = sum(each.start * stride for each, stride in zip(box, strides, strict=True))
+        last = sum((each.stop - 1) * stride for each, stride in zip(box, strides, strict=True))
+        shape = [each.stop - each.start for each in box]
+        return self._elements(rank, index, name, first, last + 1).as_strided(shape, strides)
 
     def _elements(self, rank: int, index: int, name: str, first: int, last: int) -> torch.Tensor:
         """Return elements [first, last) of a rank's shard as a flat tensor."""
@@ -256,6 +249,5 @@ def _whole(described: RunDescription) -> tuple[Any, ...]:
     """Return the properties of a description that must be equal on all ranks."""
     layout = described.layout
     formats = [layout.format_of(shard) for shard in range(len(layout.shards))]
-    tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]
-    shapes = [() if spec.tensor_parallel else spec.shape for spec in described.tensors]
-    return formats, tensors, shapes, described.buffers
+    tensors = [(spec.names, spec.shape) for spec in described.tensors]
+    return formats, tensors, described.buffers

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from infinity import torch_private
 from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec
+from infinity.content.spans import Spans, chunk, full_spans, overlaps, sizes_of
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp.offload_policy import NVMeOffloadPolicy
@@ -104,6 +105,7 @@ class ShardedModel:
                 "the model is not sharded; create it with infinity.from_pretrained or infinity.from_config, or call "
                 "fully_shard on its layers and on the model first"
             )
+        torch_private.take_over_replaced(group for _, group in found)
         names_of: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(param), []).append(name)
@@ -338,20 +340,19 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
         )
 
 
-def local_bounds(param: Any) -> tuple[list[int], list[int]]:
-    """Return the offsets and the sizes of this rank's slice of a full parameter, one per dimension."""
-    sizes = list(torch_private.full_shape(param))
-    offsets = [0] * len(sizes)
+def local_spans(param: Any) -> Spans:
+    """Return the spans of the slice of a full parameter that this rank holds."""
+    spans = full_spans(torch_private.full_shape(param))
+    for dim, index, count, parts in torch_private.parallel_chunks(param):
+        spans = chunk(spans, dim, index, count, parts)
     rank, size = torch_private.shard_rank_and_size(param)
-    dim = torch_private.shard_dim(param)
-    rows = -(-sizes[dim] // size)
-    offsets[dim] = min(rank * rows, sizes[dim])
-    sizes[dim] = min(rows, sizes[dim] - offsets[dim])
-    return offsets, sizes
+    return chunk(spans, torch_private.shard_dim(param), rank, size)
 
 
 def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a full parameter, flat and without padding."""
-    rank, size = torch_private.shard_rank_and_size(param)
-    chunks = torch.chunk(whole, size, dim=torch_private.shard_dim(param))
-    return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)
+    spans = local_spans(param)
+    held = whole.new_empty(sizes_of(spans))
+    for source, target in overlaps(full_spans(whole.shape), spans):
+        held[target] = whole[source]
+    return held.reshape(-1)

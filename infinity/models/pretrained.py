@@ -16,7 +16,7 @@ from infinity.fsdp.mesh import mesh as default_mesh
 from infinity.models.adapted import with_adapters
 from infinity.models.building import Dtype, build
 from infinity.models.hub import find_config, find_generation_config, find_weights
-from infinity.models.sharding import shard
+from infinity.models.sharding import shard, shard_with_transformers
 from infinity.models.weight_source import note_weights
 
 _DEFAULT_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,6 +32,7 @@ def from_config(
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
+    distributed_config: Any = None,
     activation_checkpointing: bool = False,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -58,6 +59,8 @@ def from_config(
         mesh: Device mesh. Default: `infinity.mesh()`.
         reshard_after_forward: See `fully_shard`; an ``int`` is not supported. Default: layers are resharded after
             forward, and the root is not.
+        distributed_config: A transformers `DistributedConfig`. transformers then shards the model itself, with FSDP,
+            HSDP, tensor and expert parallelism, and `mp_policy`, `mesh` and `reshard_after_forward` cannot be set.
         activation_checkpointing: Whether layers recompute their activations in backward. Leave it off when you use
             `infinity.micro_batches`, which always recomputes them.
         attn_implementation: Attention implementation that transformers uses, such as ``"sdpa"``.
@@ -91,6 +94,13 @@ def from_config(
         quantize_(model, quantization)
     if adapters is not None:
         model = with_adapters(model, adapters)
+    if distributed_config is not None:
+        if (mp_policy, mesh, reshard_after_forward) != (None, None, None):
+            raise ConfigError(
+                "mp_policy, mesh and reshard_after_forward cannot be combined with distributed_config, which sets "
+                "them; use its fsdp_mixed_precision, sizes and fsdp_plan"
+            )
+        return shard_with_transformers(model, distributed_config, activation_checkpointing=activation_checkpointing)
     chosen = default_mesh() if mesh is None else mesh
     shard(
         model,
@@ -113,6 +123,7 @@ def from_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
+    distributed_config: Any = None,
     activation_checkpointing: bool = False,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -142,6 +153,7 @@ def from_pretrained(
         mp_policy: See `infinity.from_config`.
         mesh: See `infinity.from_config`.
         reshard_after_forward: See `infinity.from_config`.
+        distributed_config: See `infinity.from_config`.
         activation_checkpointing: See `infinity.from_config`.
         attn_implementation: See `infinity.from_config`.
         trust_remote_code: Whether code that comes with the model may run.
@@ -183,6 +195,7 @@ def from_pretrained(
         mp_policy=mp_policy,
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
+        distributed_config=distributed_config,
         activation_checkpointing=activation_checkpointing,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,

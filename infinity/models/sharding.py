@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from infinity import torch_private
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats import transformers_names as names
+from infinity.models.building import one_line
 
 _log = logging.getLogger("infinity")
 
@@ -97,6 +98,38 @@ def shard(
         _replicate(param, mesh)
     register_generate(model)
     reject_resizing(model)
+
+
+def shard_with_transformers(model: Any, config: Any, *, activation_checkpointing: bool = False) -> Any:
+    """Return a transformers model on the meta device after transformers has sharded it.
+
+    Args:
+        model: Model to shard.
+        config: `DistributedConfig`, or a dict of its values.
+        activation_checkpointing: Whether layers recompute their activations in backward.
+
+    Raises:
+        ConfigError: If transformers cannot shard the model in this way.
+        UnsupportedError: If the model has tied parameters, which transformers shards separately, or does not support
+            activation checkpointing.
+    """
+    own = dict(model.named_parameters())
+    if tied := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in own]:
+        raise UnsupportedError(
+            f"{tied[0]} is tied to another parameter, and transformers shards both separately; leave out "
+            "distributed_config, so that infinity shards the model"
+        )
+    if activation_checkpointing:
+        _checkpoint_layers(model)
+    cls = type(model)
+    try:
+        config, _, meshes = cls.prepare_distribute_model(config)
+        model = cls.maybe_distribute_model(model, config, meshes)
+    except Exception as error:  # transformers raises various exceptions
+        raise ConfigError(f"transformers cannot shard {cls.__name__}: {one_line(error)}") from error
+    register_generate(model)
+    reject_resizing(model)
+    return model
 
 
 def _replicate(param: nn.Parameter, mesh: DeviceMesh) -> None:

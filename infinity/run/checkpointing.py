@@ -21,15 +21,16 @@ from infinity.checkpoint.model_state import check_buffers
 from infinity.checkpoint.module_state import check_state_dict
 from infinity.checkpoint.node_copier import NodeCopier
 from infinity.checkpoint.parts import replica_of
-from infinity.checkpoint.publish import CheckpointWriter, check_tensors
+from infinity.checkpoint.publish import CheckpointWriter
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.checkpoint.values import save_extra, save_settings
 from infinity.config import runtime_dir
+from infinity.content.layout import Layout
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import StorageError
 from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
-from infinity.fsdp.sharded_model import Member, ShardedModel
+from infinity.fsdp.sharded_model import Member, ShardedModel, local_spans
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.step import StepRunner
 from infinity.run.modules_in_memory import ModulesInMemory
@@ -39,10 +40,10 @@ from infinity.store.page_store import state_pages
 _log = logging.getLogger("infinity")
 
 
-def describe(run: Run, sharded: ShardedModel) -> RunDescription:
+def describe(layout: Layout, sharded: ShardedModel) -> RunDescription:
     """Return a description of the tensors that are stored in this rank's pages."""
     return RunDescription(
-        layout=run.layout,
+        layout=layout,
         tensors=tuple(_full_parameter(member) for member in sharded.shards),
         buffers=torch_private.persistent_buffers(sharded.model),
     )
@@ -69,8 +70,6 @@ def make_checkpoint_writer(
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
             )
-    if run.directory.found is not None:
-        run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
     file = run.folder.reserved_file(run.ranks.rank)
     if run.settings.run.retained_checkpoints:
         nbytes = checkpoint_bytes(described, sharded.model, module_state, optimizer.param_groups, run.ranks.world_size)
@@ -94,7 +93,7 @@ def make_checkpoint_writer(
         directory.checkpoints,
         space,
         run.update_device,
-        replica_of(described, [torch_private.shard_ranks(member.param) for member in sharded.shards]),
+        _replica(sharded),
         copiers,
         run.settings.run.copied_checkpoints,
     )
@@ -130,15 +129,15 @@ def _open_node_copier(run: Run, file_bytes: int) -> NodeCopier:
 
 
 def _full_parameter(member: Member) -> TensorSpec:
-    rank, size = torch_private.shard_rank_and_size(member.param)
-    return TensorSpec(
-        names=member.names,
-        shape=tuple(torch_private.full_shape(member.param)),
-        dim=torch_private.shard_dim(member.param),
-        shard_rank=rank,
-        shard_size=size,
-        tensor_parallel=torch_private.is_tensor_parallel(member.param),
-    )
+    shape = tuple(torch_private.full_shape(member.param))
+    return TensorSpec(names=member.names, shape=shape, spans=local_spans(member.param))
+
+
+def _replica(sharded: ShardedModel) -> int | None:
+    """Return the replica of this rank, or None if it is unknown, for example because a parameter is tensor-parallel."""
+    if any(torch_private.is_tensor_parallel(member.param) for member in sharded.shards):
+        return None
+    return replica_of(torch_private.shard_ranks(member.param) for member in sharded.shards)
 
 
 class Checkpointer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from infinity import torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.content.format import MASTER
+from infinity.content.spans import Spans, full_spans, overlaps, sizes_of
 from infinity.content.views import torch_dtype
 from infinity.errors import LostRankError
 from infinity.formats.companions import keep_configs
@@ -90,24 +92,28 @@ class LiveState(FullState):
             InfinityError: if the read failed on another rank.
         """
         self._run.ranks.agree(index)
-        spec, mine = self.tensors[index], self._specs[index][self._run.ranks.rank].shard_rank
+        spec, owners = self.tensors[index], self._owners[index]
 
-        def prepare() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-            part = self._read(index)
-            if spec.shard_size == 1:
-                return part.view(spec.shape), [], part
+        def fill(whole: torch.Tensor, spans: Spans, part: torch.Tensor) -> None:
+            part = part.view(sizes_of(spans))
+            for source, target in overlaps(spans, full_spans(spec.shape)):
+                whole[target] = part[source]
+
+        def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+            mine, part = self._described.tensors[index].spans, self._read(index)
+            if len(owners) == 1 and mine in owners:
+                return part.view(spec.shape), part
             whole = torch.empty(spec.shape, dtype=part.dtype)
-            bounds = [spec.slice_of(position) for position in range(spec.shard_size)]
-            slices = [whole.narrow(spec.dim, start, stop - start) for start, stop in bounds]
-            slices[mine].copy_(part.view(slices[mine].shape))
-            return whole, slices, torch.empty(max(rows.nbytes for rows in slices), dtype=torch.uint8, device=self._wire)
+            fill(whole, mine, part)
+            largest = max(math.prod(sizes_of(spans)) for spans in owners) * part.itemsize
+            return whole, torch.empty(largest, dtype=torch.uint8, device=self._wire)
 
-        whole, slices, buffer = self._together(index, prepare)
-        for position, rows in enumerate(slices):
-            if position != mine and rows.numel():
-                sent = buffer[: rows.nbytes]
-                self._run.ranks.receive(sent, self._owners[index][position])
-                rows.copy_(sent.cpu().view(rows.dtype).view(rows.shape))
+        whole, buffer = self._together(index, prepare)
+        for spans, rank in owners.items():
+            if rank != self._run.ranks.rank:
+                sent = buffer[: math.prod(sizes_of(spans)) * whole.itemsize]
+                self._run.ranks.receive(sent, rank)
+                fill(whole, spans, sent.cpu().view(whole.dtype))
         return whole
 
     def serve(self) -> None:
@@ -136,7 +142,7 @@ class LiveState(FullState):
     def _to_send(self, index: int) -> torch.Tensor:
         """Return the bytes of this rank's slice, or an empty tensor if another rank sends the same slice."""
         part, rank = self._read(index), self._run.ranks.rank
-        if self._owners[index][self._specs[index][rank].shard_rank] != rank:
+        if self._owners[index].get(self._specs[index][rank].spans) != rank:
             return part[:0]
         return part.contiguous().view(torch.uint8).to(self._wire)
 

@@ -183,7 +183,7 @@ def offload_inside(
             if shared := shared_slices(kernel, sharded):
                 check_exchange(settings, kernel)
             # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
-            run = _open(claimed, peers, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
+            run = _open(claimed, peers, budget, name_of(optimizer), sharded, exchanges=bool(shared))
     except BaseException as error:
         claimed.release(error)
         raise
@@ -213,12 +213,12 @@ def _check_sources(
 
 
 def _open(
-    claimed: ClaimedPaths, peers: Peers, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
+    claimed: ClaimedPaths, peers: Peers, budget: Budget, optimizer: str, sharded: ShardedModel, *, exchanges: bool
 ) -> Run:
     """Choose the folders of the run and open the components that move pages to and from them."""
-    directory = RunDirectory.take(claimed, budget.layout, optimizer)
+    directory = RunDirectory.take(claimed, describe(budget.layout, sharded), optimizer)
     try:
-        return Run(claimed.settings, claimed.ranks, peers, budget, directory, device, exchanges=exchanges)
+        return Run(claimed.settings, claimed.ranks, peers, budget, directory, sharded.device, exchanges=exchanges)
     except BaseException as error:
         end_all(partial(directory.give_up, remove=directory.found is None), cause=error)
         raise
@@ -264,7 +264,7 @@ def _attach(
     )  # fmt: skip
     run.undo.push(shards.close)
     run.check_not_forked += [runner.end, shards.close]
-    described = describe(run, sharded)
+    described = describe(run.layout, sharded)
     checkpoint_writer = make_checkpoint_writer(run, sharded, described, base_optimizer)
     resumed = filling.fill(base_optimizer, shards, new_optimizer=new_optimizer)
 

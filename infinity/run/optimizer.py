@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,9 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         """Clip the total norm of the gradients across all parameters and ranks.
 
         Equivalent to `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, except that the next `step`
-        updates no parameters if the norm is not finite, as with `torch.amp.GradScaler`.
+        updates no parameters if the norm is not finite, as with `torch.amp.GradScaler`, and that parameters may be on
+        several device meshes, for example with tensor or expert parallelism. Then the norm is computed for each mesh,
+        as in transformers' `Trainer`.
 
         Args:
             max_norm: maximum norm of the gradients.
@@ -217,16 +219,19 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         ledger, parameters = self._run.ledger, self._reader.parameters
         with ledger.phase("update", "norm"), record_function("infinity::clip"):
             self._runner.close_arrivals()
-            grads = [param.grad for param in parameters if param.grad is not None]
+            of_mesh: dict[Any, list[nn.Parameter]] = {}
+            for param in parameters:
+                if isinstance(grad := param.grad, DTensor):
+                    of_mesh.setdefault(grad.device_mesh, []).append(param)
             with ledger.part("collective" if self._run.ranks.world_size > 1 else "update"):
-                total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
-                norm = total.full_tensor() if isinstance(total, DTensor) else total
-                if ignored := list(self._own.in_memory.ignored.values()):
+                total, norm = _total_norm(of_mesh.values(), norm_type)
+                ignored = list(self._own.in_memory.ignored.values())
+                if ignored:
                     total = norm = self._with_norm_of(ignored, norm, norm_type)
-                    if error_if_nonfinite and not norm.isfinite():
-                        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
-                    torch.nn.utils.clip_grads_with_norm_(ignored, max_norm, total)
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+                if error_if_nonfinite and not norm.isfinite():
+                    raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
+                for params in (ignored, *of_mesh.values()):
+                    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
         ledger.clipped(value := norm.item())
         if not math.isfinite(value):
             self._runner.skips = True
@@ -602,6 +607,21 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """``True`` if `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the base optimizer."""
         return bool(getattr(self._base_optimizer, "_step_supports_amp_scaling", False))
+
+
+def _total_norm(meshes: Collection[Sequence[nn.Parameter]], norm_type: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the total norm of gradients, as `torch.nn.utils.get_total_norm` returns it, and as a plain tensor.
+
+    Args:
+        meshes: Parameters of each device mesh, all of which have gradients.
+    """
+    grads = [[param.grad for param in params if param.grad is not None] for params in meshes] or [[]]
+    totals = [torch.nn.utils.get_total_norm(of_mesh, norm_type) for of_mesh in grads]
+    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    if len(norms) == 1:
+        return totals[0], norms[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm, norm
 
 
 def _is_left_by_torch(name: str, value: Any) -> bool:

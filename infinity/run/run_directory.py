@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import Manifest, published_in, read_manifest
 from infinity.checkpoint.mirror import Mirror
@@ -19,7 +20,6 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.remote_files import open_files
 from infinity.cleanup import Undo, end_all
 from infinity.config import Config, is_address, runtime_dir
-from infinity.content.layout import Layout
 from infinity.errors import CheckpointError
 from infinity.io.block_devices import locate
 from infinity.io.probe.targets import PREFIX
@@ -237,7 +237,7 @@ class RunDirectory:
         return [str(root.parent) for root in self.folder.roots]
 
     @classmethod
-    def take(cls, claimed: ClaimedPaths, layout: Layout, optimizer: str) -> RunDirectory:
+    def take(cls, claimed: ClaimedPaths, described: RunDescription, optimizer: str) -> RunDirectory:
         """Take over the locked paths, and choose the folders of the run.
 
         All ranks must call it together, and if one rank fails, all of them fail. After an error, `claimed` must be
@@ -254,8 +254,8 @@ class RunDirectory:
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                 folder = roots  # in the run's own order, which may differ from the order in the settings
             replica = settings.run.resume_replica
-            if not needs_resharding(roots, folder, there[-1], layout, ranks, replica):
-                checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
+            if not needs_resharding(roots, folder, there[-1], described, ranks, replica):
+                checkpoints = find_checkpoints(folder, ranks, described.layout, optimizer, there)
                 undo.take()
                 return cls(folder, lock, ranks, list(checkpoints[-1].stripe_weights), checkpoints, None)
             access = open_files(roots, ranks, there[-1])
@@ -309,7 +309,7 @@ def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ran
                 f"the files of {located(parts, moved)}, where other ranks run now (torchrun with --node-rank keeps the "
                 "order of the nodes)"
             )
-    return "a different page layout (ranks, paths, page size or dtype)"
+    return "a different page layout (ranks, device mesh, paths, page size or dtype)"
 
 
 def number_on_path(path: Path, ranks: Ranks, host: str) -> int:

@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
+from infinity.content.spans import full_spans, overlaps, sizes_of
 from infinity.content.views import torch_dtype
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats.dcp import only_error
 from infinity.formats.dcp_metadata import METADATA, MetadataReader
-from infinity.fsdp.sharded_model import Member, local_bounds
+from infinity.fsdp.sharded_model import Member, local_spans
 from infinity.optim.multi_optimizer import OWNER
 from infinity.optim.slicing_check import make_kernel
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
@@ -87,11 +88,6 @@ class DcpFolder(FirstValues):
         first = _name(members[0])
         root = self._only("models", {path[:-1] for path in self._paths.values() if path[-1] == first}, ("model",))
         self._model = "".join(f"{part}." for part in root)
-        if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
-            raise ConfigError(
-                f"{apart[0]} is tensor-parallel, and {self._folder} contains whole parameters. Load the folder into a "
-                "model on a real device, or without tensor parallelism."
-            )
         for member in members:
             shape, dtype = torch_private.full_shape(member.param), member.param.sharded_param.dtype
             self._check_tensor(self._model + _name(member), shape, dtype)
@@ -219,13 +215,18 @@ class DcpFolder(FirstValues):
             if section != MASTER:
                 return None
             member = members[position]
-            key, (offsets, sizes) = self._model + _name(member), map(torch.Size, local_bounds(member.param))
-            slice_ = torch.empty(sizes, dtype=member.param.sharded_param.dtype)
-            items = create_read_items_for_chunk_list(key, self._stored[key], [ChunkStorageMetadata(offsets, sizes)])
-            try:
-                self._reader.read_data(LoadPlan(items), _Planner(slice_)).wait()
-            except Exception as error:  # torch raises various exceptions for a damaged file
-                raise self._cannot_read(key, error) from error
+            key, spans = self._model + _name(member), local_spans(member.param)
+            shape = torch_private.full_shape(member.param)
+            slice_ = torch.empty(sizes_of(spans), dtype=member.param.sharded_param.dtype)
+            for box, target in overlaps(full_spans(shape), spans):
+                chunk = ChunkStorageMetadata(
+                    torch.Size(each.start for each in box), torch.Size(each.stop - each.start for each in box)
+                )
+                items = create_read_items_for_chunk_list(key, self._stored[key], [chunk])
+                try:
+                    self._reader.read_data(LoadPlan(items), _Planner(slice_[target])).wait()
+                except Exception as error:  # torch raises various exceptions for a damaged file
+                    raise self._cannot_read(key, error) from error
             return slice_.reshape(-1)
 
         return value_of

@@ -20,13 +20,14 @@ from torch import nn
 from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.content.spans import full_spans, overlaps, sizes_of
+from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import base_names
 from infinity.formats.quantized import Quantized, QuantizedLinear
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, check_not_quantized, read_json
-from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
+from infinity.fsdp.sharded_model import Member, local_slice, local_spans
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 from infinity.sources.new_tokens import new_rows, vocabulary
 
@@ -72,13 +73,9 @@ class PretrainedFolder(FirstValues):
         Raises:
             ConfigError: if tensors are missing, unexpected, or of a different shape or kind of dtype. The message
                 lists all of them.
-            UnsupportedError: if a parameter is tensor-parallel, or a missing parameter cannot be initialized.
+            UnsupportedError: if a missing parameter cannot be initialized.
         """
         self._check_not_quantized()
-        if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
-            raise UnsupportedError(
-                f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
-            )
         self._base_name = base_names(model)
         own = [member for member in members if self._is_of_adapter(member)]
         entries = {self._names(member): _like(member) for member in members}
@@ -204,22 +201,22 @@ class PretrainedFolder(FirstValues):
 
     def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
         (source,) = self._made_by[name].sources
-        bounds = [slice(offset, offset + size) for offset, size in zip(*local_bounds(member.param), strict=True)]
-        dtype: torch.dtype = member.param.sharded_param.dtype
-        shape = self._files.tensors[source].shape
-        if not shape or bounds[0].stop <= shape[0]:
-            return reader(source, bounds).reshape(-1).to(dtype)
-        # The slice contains new tokens of a larger vocabulary.
-        start, known, stop = bounds[0].start, shape[0], bounds[0].stop
-        count = torch_private.full_shape(member.param)[0] - known
-        if name in self._zero:
-            rows = torch.zeros(count, *shape[1:])
-        else:
-            rows = new_rows(lambda part: reader(source, [part]), shape, count, seed=self._seed, name=name)
-        parts = [rows[(slice(max(start - known, 0), stop - known), *bounds[1:])].to(dtype)]
-        if start < known:
-            parts.insert(0, reader(source, [slice(start, known), *bounds[1:]]).to(dtype))
-        return torch.cat(parts).reshape(-1)
+        shape, full = self._files.tensors[source].shape, torch_private.full_shape(member.param)
+        spans = local_spans(member.param)
+        held = torch.empty(sizes_of(spans), dtype=member.param.sharded_param.dtype)
+        for bounds, target in overlaps(full_spans(shape), spans):
+            held[target] = reader(source, bounds)
+        if not shape or full[0] == shape[0]:
+            return held.reshape(-1)
+        added = (((shape[0], full[0]),), *full_spans(full)[1:])  # new tokens of a larger vocabulary
+        for bounds, target in overlaps(added, spans):
+            count = full[0] - shape[0]
+            if name in self._zero:
+                held[target] = 0
+            else:
+                rows = new_rows(lambda part: reader(source, [part]), shape, count, seed=self._seed, name=name)
+                held[target] = rows[bounds].to(held.dtype)
+        return held.reshape(-1)
 
     def _converted(self, conversion: Conversion, reader: WeightReader) -> dict[str, torch.Tensor]:
         return conversion.run({source: reader(source) for source in conversion.sources})

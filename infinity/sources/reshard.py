@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity import torch_private
+from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.held import HeldCheckpoint
 from infinity.checkpoint.manifest import read_manifest
 from infinity.checkpoint.model_state import ResumedState
@@ -26,7 +27,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import Layout, ShardSpec
 from infinity.content.views import dtype_name
 from infinity.errors import CheckpointError, FolderBusyError
-from infinity.fsdp.sharded_model import Member, local_slice
+from infinity.fsdp.sharded_model import Member, local_spans
 from infinity.optim.multi_optimizer import name_of
 from infinity.ranks import Ranks
 from infinity.sources.first_values import FirstValues, ValueOf
@@ -37,13 +38,18 @@ _log = logging.getLogger("infinity")
 
 
 def needs_resharding(
-    old: RunFolder, new: RunFolder, checkpoint: HeldCheckpoint, layout: Layout, ranks: Ranks, replica: int = -1
+    old: RunFolder,
+    new: RunFolder,
+    checkpoint: HeldCheckpoint,
+    described: RunDescription,
+    ranks: Ranks,
+    replica: int = -1,
 ) -> bool:
     """Return whether the state must be copied to a new run.
 
-    This is the case if the page layout, the number of ranks or the folders of a checkpoint differ on any rank, if a
-    rank does not have its own files, for example because it runs on another host now, or if one of several replicas was
-    chosen.
+    This is the case if the page layout, the slices, the number of ranks or the folders of a checkpoint differ on any
+    rank, if a rank does not have its own files, for example because it runs on another host now, or if one of several
+    replicas was chosen.
 
     Raises:
         CheckpointError: if a manifest is missing or malformed, or if there is no such replica.
@@ -56,7 +62,8 @@ def needs_resharding(
         found = read_manifest(old.checkpoints / checkpoint.name.of(ranks.rank).file_name)
         # also if the replicas are equal: the user may choose an intact one when a page of another one is damaged
         chosen = replica >= 0 and len(sources(found.parts, checkpoint.holders, replica)[0]) < ranks.world_size
-        return chosen or found.layout.fingerprint != layout.fingerprint
+        pages = found.layout.fingerprint == described.layout.fingerprint
+        return chosen or not pages or found.description.tensors != described.tensors
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 
@@ -146,12 +153,7 @@ class ReshardSource(FirstValues):
 
         def value_of(position: int, section: str) -> torch.Tensor:
             param, index = members[position].param, self._index[members[position].names[0]]
-            spec = self._reader.tensors[index]
-            if torch_private.shard_dim(param) != spec.dim:
-                return local_slice(param, self._reader.read(index, section))
-            rank, size = torch_private.shard_rank_and_size(param)
-            rows = replace(spec, shard_size=size).slice_of(rank)
-            return self._reader.read(index, section, rows=rows).reshape(-1)
+            return self._reader.read(index, section, spans=local_spans(param)).reshape(-1)
 
         return value_of
 

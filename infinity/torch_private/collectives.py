@@ -16,7 +16,7 @@ import torch
 
 from infinity import heap, hugepages, interrupts
 from infinity.torch_private.imports import DefaultAllGather, DefaultReduceScatter, _storage_Use_Count
-from infinity.torch_private.names import backward_number, fsdp_params, full_shape
+from infinity.torch_private.names import backward_number, fsdp_params, gathered_shape
 
 _FEW = 2
 """Maximum number of unusually large FSDP modules, such as a root and a separate head, for which freed memory is
@@ -57,7 +57,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
         A function that restores the original collectives.
     """
     groups = list(groups)
-    sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
+    sizes = [sum(gathered_shape(param).numel() for param in fsdp_params(group)) for group in groups]
     most = 2 * 4 * median_high(sizes)  # largest buffer to keep, in bytes: twice the fp32 size of the median FSDP module
     few = sum(4 * size > most for size in sizes) <= _FEW
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import UnsupportedError
@@ -238,6 +239,21 @@ def owner(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
+def take_over_replaced(groups: Iterable[Any]) -> None:
+    """Let FSDP2 take over sharded parameters that were replaced after `fully_shard`, as its first forward does.
+
+    For example, transformers replaces them when it loads a model that it has sharded itself. A parameter that already
+    is part of an FSDP module is not taken over a second time.
+    """
+    params = [param for group in groups for param in group.fsdp_params]
+    sharded = {id(param.sharded_param) for param in params}
+    for param in params:
+        module, name = owner(param)
+        replaced = getattr(module, name)
+        if isinstance(replaced, DTensor) and id(replaced) not in sharded:
+            param.reset_sharded_param()
+
+
 def ignored_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a sharded model that belong to no FSDP module, under each of their names.
 
@@ -290,10 +306,31 @@ def padded_shape(param: Any) -> torch.Size:
     return size
 
 
-def full_shape(param: Any) -> torch.Size:
+def gathered_shape(param: Any) -> torch.Size:
     """Return the shape of the gathered parameter. With tensor parallelism, this is the shape of its local part."""
     size: torch.Size = param._orig_size
     return size
+
+
+def full_shape(param: Any) -> torch.Size:
+    """Return the shape of the full parameter, also with tensor or expert parallelism."""
+    size: torch.Size = param.sharded_param.shape
+    return size
+
+
+def parallel_chunks(param: Any) -> Iterator[tuple[int, int, int, int]]:
+    """Yield how tensor or expert parallelism divides a parameter before FSDP2 does, in order.
+
+    Yields:
+        Dimension, index of this rank's chunk, number of chunks, and number of parts of a fused weight.
+    """
+    if not param.is_dtensor:
+        return
+    spec = getattr(param, "_unsharded_dtensor_spec", None) or param._tp_spec  # the latter in torch 2.11
+    for mesh_dim, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            size, rank = spec.mesh.size(mesh_dim), spec.mesh.get_local_rank(mesh_dim)
+            yield placement.dim % len(spec.shape), rank, size, getattr(placement, "split_factor", 1)
 
 
 def shard_dim(param: Any) -> int:

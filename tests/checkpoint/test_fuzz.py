@@ -397,7 +397,8 @@ FORGED = {
     ),
     "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
     "different shape": (_set("description", "tensors", 0, "shape", to=[3, 5]), "tensors: .*shard"),
-    "invalid dim": (_set("description", "tensors", 0, "dim", to=2), "tensors: .*shard"),
+    "other spans": (_set("description", "tensors", 0, "spans", to=[[[0, 1]]]), "tensors: .*shard"),
+    "spans out of order": (_set("description", "tensors", 0, "spans", 0, to=[[4, 8], [0, 4]]), "tensors: .*shard"),
     "duplicate name": (
         lambda body: body["description"]["tensors"][0]["names"].append("head.bias"),
         r"tensors: .*\bname",

@@ -57,7 +57,7 @@ def checkpointed(tmp_path: Path) -> Path:
 def test_parameter_with_a_different_shape_is_rejected(checkpointed: Path) -> None:
     """The number of elements is equal, so it cannot show the difference."""
     with pytest.raises(
-        CheckpointError, match=r"first\.weight has shape \(10, 6\) in the checkpoint of step 0.*\(6, 10\)"
+        CheckpointError, match=r"step 0.*first\.weight has shape \(10, 6\) in the checkpoint, but \(6, 10\)"
     ):
         start(checkpointed, 10, 6, resume="latest")
     with start(checkpointed, resume="latest") as optimizer:

@@ -257,8 +257,8 @@ def test_replicas_follow_the_device_mesh(tmp_path: Path) -> None:
 def test_replicas_of_a_mixed_mesh_are_unknown() -> None:
     """Some tensors are sharded over four ranks, others over two. No replica can be chosen."""
     described = RunDescription(layout=build_layout((), {}, PAGE), tensors=(), buffers=())
-    assert replica_of(described, [(2, 3), (3, 2)]) == 2
-    assert replica_of(described, [(0, 1, 2, 3), (2, 3)]) is None
+    assert replica_of([(2, 3), (3, 2)]) == 2
+    assert replica_of([(0, 1, 2, 3), (2, 3)]) is None
     assert digest_of_slices(described, 2, 2) == digest_of_slices(described, 0, 0)
     slices = [digest_of_slices(described, rank, None) for rank in range(2)]
     assert slices[0] != slices[1]

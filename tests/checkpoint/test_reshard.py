@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.content.spans import full_spans
 from infinity.errors import CheckpointError, FolderBusyError, LostRankError
 from infinity.run import inspection
 from infinity.store.folder import holders
@@ -146,7 +147,8 @@ def test_reader_reads_only_pages_of_the_requested_rows(
         every = len(read)
         for low, high in ((0, rows), (0, 1), (rows // 2, rows), (rows - 1, rows), (rows, rows)):
             read.clear()
-            assert torch.equal(reader.read(index, rows=(low, high)), full[low:high]), spec.names
+            spans = (((low, high),), *full_spans(spec.shape)[1:])
+            assert torch.equal(reader.read(index, spans=spans), full[low:high]), spec.names
             assert len(read) <= (every if high > low + 1 else high - low)
         read.clear()
 

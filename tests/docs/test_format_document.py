@@ -170,8 +170,8 @@ def differences_between_readers(case: Case, folder: str) -> list[str]:
             full = reader.read(index, key)
             found[f"{name}/{key}"] = same_bits(values[key], full)
             if key in own[name]:
-                slices = torch.chunk(full, size, spec.dim)
-                own_slice = slices[rank] if rank < len(slices) else full[:0]
+                spans = reader.manifest(rank).description.tensors[index].spans
+                own_slice = reader.read(index, key, spans=spans)
                 found[f"{name}/{key} of this rank"] = torch.equal(own_slice.reshape(-1), own[name][key])
     segments = reader.manifest(0).description.layout.segments
     shards = reader.manifest(0).description.layout.shards
@@ -430,6 +430,12 @@ def change_identity(folder: Path) -> None:
         file.rename(file.with_name(re.sub("[0-9a-f]{24}", "0" * 24, file.name)))
 
 
+def repeat_first_slice(spans: list[list[list[int]]]) -> None:
+    """Replace a slice by the rows at the start of the parameter."""
+    ((first, last),) = spans[0]
+    spans[0] = [[0, last - first]]
+
+
 def truncate(folder: Path) -> None:
     """Truncate a data file within its last page."""
     path, offset, length, _ = max(body_of(manifest_of(folder, 1))["pages"].values())
@@ -454,7 +460,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         folder, lambda body: body["description"]["tensors"][0]["names"].append("alias")
     ),
     "a duplicate slice and a missing slice": lambda folder: edit_manifest(
-        folder, lambda body: body["description"]["tensors"][0].update(shard_rank=0)
+        folder, lambda body: repeat_first_slice(body["description"]["tensors"][0]["spans"])
     ),
 }
 

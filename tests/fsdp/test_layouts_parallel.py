@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,14 +32,11 @@ UPDATE_SCHEDULES = ("in_forward", "after_backward")
 class Residual(nn.Module):
     """Blocks of two linear layers, one sharded by columns and one by rows."""
 
-    def __init__(self, norms: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(self._block(norms) for _ in range(2))
-
-    @staticmethod
-    def _block(norms: bool) -> nn.Sequential:
-        parts = [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)]
-        return nn.Sequential(*parts, nn.LayerNorm(WIDTH)) if norms else nn.Sequential(*parts)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -45,10 +44,11 @@ class Residual(nn.Module):
         return x.square().mean()
 
 
-def build(shape: tuple[int, int], *, norms: bool = False) -> nn.Module:
-    """Return a model on a mesh of (data, tensor) parallel ranks. The optional norms are not tensor parallel."""
+def build(shape: tuple[int, int], device: str = "cpu") -> nn.Module:
+    """Return a model on a mesh of (data, tensor) parallel ranks."""
     torch.manual_seed(0)
-    model = Residual(norms)
+    with torch.device(device):
+        model = Residual()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -124,31 +124,30 @@ def test_tensor_parallel_training_on_four_ranks(norm_type: float, tmp_path: Path
     assert four.run(compare, (2, 2), norm_type, "in_forward", str(tmp_path)) == [[]] * 4
 
 
-def clip_with_norms(folder: str) -> list[str]:
-    """Return the error messages of clipping in memory and on NVMe with parameters on several meshes."""
-    words = []
-    for paged in (False, True):
-        model = build((1, 2), norms=True)
-        optimizer = torch.optim.AdamW(model.parameters())
-        if paged:
-            config = settings(Path(folder), Paging(update_schedule="after_backward"), 64 * MIB)
-            optimizer = infinity.offload(model, optimizer, config)
-        torch.manual_seed(0)
-        model(torch.randn(4, WIDTH)).backward()
-        try:
-            optimizer.clip_grad_norm_(1.0) if paged else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            words.append("")
-        except Exception as error:
-            words.append(f"{type(error).__name__}: {error}")
-        if paged:
-            optimizer.close()
-    return words
+def load(folder: str) -> list[str]:
+    """Load both formats of full weights into tensor-parallel models on the meta device. Return unequal parameters."""
+    expected, listed = {name: local(param) for name, param in build((1, 2)).named_parameters()}, []
+    for kind in ("safetensors", "dcp"):
+        model = build((1, 2), "meta")
+        (nvme := Path(folder, kind, "run")).mkdir(exist_ok=True)
+        with infinity.offload(
+            model, torch.optim.AdamW(model.parameters()), settings(nvme, Paging(), 64 * MIB), weights=nvme.parent
+        ):
+            listed += [
+                f"{kind}: {name}"
+                for name, param in model.named_parameters()
+                if not torch.equal(local(param), expected[name])
+            ]
+    return listed
 
 
-def test_norm_across_meshes_raises_as_in_memory(tmp_path: Path, pair: RankPool) -> None:
-    for memory, paged in pair.run(clip_with_norms, str(tmp_path)):
-        assert "mesh" in memory
-        assert "mesh" in paged
+def test_full_weights_are_loaded_into_tensor_parallel_models(tmp_path: Path, pair: RankPool) -> None:
+    torch.manual_seed(0)
+    state = Residual().state_dict()
+    (tmp_path / "safetensors").mkdir()
+    save_file(state, tmp_path / "safetensors/model.safetensors")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert pair.run(load, str(tmp_path)) == [[], []]
 
 
 # Resharding after forward #

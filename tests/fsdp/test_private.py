@@ -340,7 +340,7 @@ def test_local_tensor_and_shapes(model: nn.Module) -> None:
         local = torch_private.local_tensor(param)
         assert local.data_ptr() == param.sharded_param._local_tensor.data_ptr()
         assert torch_private.padded_shape(param).numel() >= local.numel()
-        assert tuple(torch_private.full_shape(param)) == shapes[id(param.sharded_param)]
+        assert tuple(torch_private.gathered_shape(param)) == shapes[id(param.sharded_param)]
         assert torch_private.shard_dim(param) == 0
         assert torch_private.shard_rank_and_size(param) == (0, 1)
         assert not torch_private.is_tensor_parallel(param)

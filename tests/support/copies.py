@@ -50,7 +50,7 @@ class Rank:
             shards=(ShardSpec(name="w", numel=numel, padded=numel, segment_key="k", trainable=False),),
         )
         layout = build_layout((spec,), {"k": StateFormat(param="float32")}, page_bytes)
-        tensor = TensorSpec(names=("w",), shape=(numel,), dim=0, shard_rank=0, shard_size=1, tensor_parallel=False)
+        tensor = TensorSpec(names=("w",), shape=(numel,), spans=(((0, numel),),))
         chance = random.Random(f"{rank} {identity}")
         self.files = [self.root / f"path{path}.pages" for path in range(paths)]
         versions, self.contents = (dict(before.manifest.pages), dict(before.contents)) if before else ({}, {})

@@ -397,12 +397,7 @@ def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
 
 def slice_of(tensor: dict[str, Any]) -> list[int]:
     """Return the shape of the local slice of a tensor."""
-    shape, dim = list(tensor["shape"]), tensor["dim"]
-    if shape:
-        each = ceil(shape[dim], tensor["shard_size"])
-        shape[dim] = max(0, min(each, shape[dim] - tensor["shard_rank"] * each))
-        return shape
-    return [] if tensor["shard_rank"] == 0 else [0]
+    return [sum(last - first for first, last in ranges) for ranges in tensor["spans"]]
 
 
 # Complete checkpoints #
@@ -435,9 +430,14 @@ def read(checkpoint: Checkpoint) -> Content:
     parameters, scalars = {}, {}
     for shard, tensor in enumerate(ranks[0].tensors):
         name = names[shard][0]
-        held = {one.tensors[shard]["shard_rank"]: values[shard] for one, values in zip(ranks, slices, strict=True)}
-        parts = [held[position] for position in range(tensor["shard_size"])]
-        parameters[name] = {key: joined([part[key] for part in parts], tensor["dim"]) for key in parts[0]}
+        parameters[name] = {key: np.empty(tensor["shape"], value.dtype) for key, value in slices[0][shard].items()}
+        distinct = {json.dumps(one.tensors[shard]["spans"]): slice_of(one.tensors[shard]) for one in ranks}
+        held = sum(math.prod(shape) for shape in distinct.values())
+        require(held == math.prod(tensor["shape"]), "the slices are not the full parameter")
+        for one, values in zip(ranks, slices, strict=True):
+            indices = [[i for part in ranges for i in range(*part)] for ranges in one.tensors[shard]["spans"]]
+            for key, value in values[shard].items():
+                parameters[name][key][np.ix_(*indices) if indices else ()] = value
         known = [one.body["scalars"][str(shard)] for one in ranks if str(shard) in one.body["scalars"]]
         if known:
             scalars[name] = decoded(known[0])
@@ -450,11 +450,6 @@ def read(checkpoint: Checkpoint) -> Content:
     modules = {name.removeprefix("state."): item["data"] for name, item in state.items() if name.startswith("state.")}
     own, extra = decoded(first["own"]), decoded(first["extra"])
     return Content(checkpoint.step, names, parameters, scalars, groups, own, buffers, modules, extra)
-
-
-def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:
-    """Concatenate slices. A tensor of shape [] is in the first slice, and the other slices are empty."""
-    return np.concatenate(slices, dim) if slices[0].shape else slices[0]
 
 
 def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

@@ -434,7 +434,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         for index, spec in enumerate(reader.manifest(Ranks.current().rank).description.tensors):
             if layout.shards[index].spec.trainable:
                 local = self.model.get_parameter(spec.names[0]).to_local()
-                local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
+                local.copy_(reader.read(index, spans=spec.spans).view(local.shape))
         for name, value in reader.buffers():
             self.model.get_buffer(name).copy_(value)
 
