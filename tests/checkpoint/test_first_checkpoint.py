@@ -176,7 +176,7 @@ NAME, OTHER = (CheckpointName(step=1, identity=digit * 24, world_size=2) for dig
 APART = (Part("node0", "first", "x", 0), Part("node1", "second", "y", 0))
 REPLICAS = (Part("node0", "same", "x", 0), Part("node1", "same", "y", 1))  # which differ
 FIRST = Seen([NAME.of(0)], {NAME: APART}, (), [0])
-PARITY = Parity(1, Path("parity"), ParityIndex(identity=NAME.identity, nodes=2, peers=(), length=0))
+PARITY = Parity(1, Path("parity"), ParityIndex(identity=NAME.identity, peers=()))
 CASES = {  # what the process on each node sees, and whether no checkpoint has ever been complete
     "interrupted": ([FIRST, Seen(ranks=[1])], True),
     "interrupted in a shared folder": ([FIRST._replace(ranks=[0, 1])] * 2, True),
