@@ -12,8 +12,8 @@ import asyncio
 import json
 import logging
 import os
-import struct
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -29,6 +29,7 @@ import xxhash
 
 from infinity.checkpoint.manifest import Manifest, Published, decode_manifest
 from infinity.checkpoint.parity import (
+    CHECKSUM,
     CHECKSUMS_NAME,
     Cell,
     ParityIndex,
@@ -64,7 +65,6 @@ _SYNC_BYTES: Final = 64 * MIB
 """Number of bytes after which the parity file is flushed, and the progress recorded."""
 _PROGRESS_NAME: Final = "progress.json"
 _MOST_PROGRESS: Final = 1 << 20
-_CHECKSUM: Final = struct.Struct("<Q")
 _SIZES = record(manifest=integer(0, MAX_MANIFEST_BYTES), state=integer(0, 1 << 40), pages=integer(0))
 _T = TypeVar("_T")
 
@@ -118,7 +118,13 @@ class Pull:
         self._cells: Sequence[Cell] = ()
         self._changed: list[tuple[int, int]] = []  # ranges of the parity that are copied
         self._checksums: dict[int, int] = {}  # checksums of the cells that are written or verified, by first byte
+        self._recorded = 0  # number of checksums that survive a power loss
         self._digests = PageDigests(Stream({}))  # of the cells
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._moved
 
     async def run(self) -> None:
         """Copy all parts.
@@ -153,8 +159,8 @@ class Pull:
                         stack.callback(channels[-1].close)
                     return await act(channels)
             except ChannelError as error:
-                if (waited := time.monotonic() - self._moved) > _PATIENCE_SECONDS:
-                    raise InfinityError(f"no progress for {waited:.0f} s: {error}") from error
+                if self.waited > _PATIENCE_SECONDS:
+                    raise InfinityError(f"no progress for {self.waited:.0f} s: {error}") from error
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _in_thread(self, act: Callable[..., _T], *arguments: Any) -> _T:
@@ -200,6 +206,7 @@ class Pull:
         self._earlier = earlier
         for name in os.listdir(self._folder):
             (self._folder / name).unlink()
+        write_own(self._folder / CHECKSUMS_NAME, b"")
         return 0
 
     def _complete_cells(self) -> dict[Cell, int]:
@@ -212,8 +219,8 @@ class Pull:
                 content = read_own(self._folder / name, MAX_MANIFEST_BYTES)
                 streams.append(Stream(decode_manifest(self._place(name), content, decode=False).pages))
             cells = cells_of(streams)
-            content = read_own(self._folder / CHECKSUMS_NAME, _CHECKSUM.size * len(cells))
-            return {cell: checksum for cell, (checksum,) in zip(cells, _CHECKSUM.iter_unpack(content), strict=True)}
+            content = read_own(self._folder / CHECKSUMS_NAME, CHECKSUM.size * len(cells))
+            return {cell: checksum for cell, (checksum,) in zip(cells, CHECKSUM.iter_unpack(content), strict=True)}
         return {}
 
     def _place(self, name: str) -> Path:
@@ -224,6 +231,10 @@ class Pull:
         """Flush the written data, drop it from the page cache, and record the progress."""
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        first, end = self._recorded, bisect_right(self._cells, self._position, key=lambda cell: cell.stop)
+        content = b"".join(CHECKSUM.pack(self._checksums[cell.start]) for cell in self._cells[first:end])
+        _change(self._folder / CHECKSUMS_NAME, content, first * CHECKSUM.size)
+        self._recorded = end
         progress = dict(zip(("identity", "nodes", "peers"), self._key(), strict=True)) | {"written": self._position}
         write_own(self._folder / _PROGRESS_NAME, json.dumps(progress).encode(), durable=True)
         self._synced = self._position
@@ -234,9 +245,6 @@ class Pull:
             Peer(rank=peer.rank, length=self._stream(peer).length, manifest=self._name(peer).file_name)
             for peer in job.contributors
         )
-        if len(self._checksums) == len(self._cells):  # not if an interrupted copy was continued
-            content = b"".join(_CHECKSUM.pack(self._checksums[cell.start]) for cell in self._cells)
-            write_own(self._folder / CHECKSUMS_NAME, content, durable=True)
         sync_folder(self._folder)
         write_index(job.target, ParityIndex(identity=job.identity, peers=peers))
         (self._folder / _PROGRESS_NAME).unlink()
@@ -288,7 +296,8 @@ class Pull:
         """Determine the ranges to copy: the cells that are not unchanged, or are damaged on the drive."""
         self._cells = await self._in_thread(cells_of, [self._stream(peer) for peer in self._job.contributors])
         self._digests = PageDigests(stream_of(self._cells))
-        for cell in self._cells:
+        await self._in_thread(self._continue)
+        for cell in islice(self._cells, self._recorded, None):
             if (expected := self._earlier.get(cell)) is not None:
                 await asyncio.sleep(self._pace.delay(cell.stop - cell.start))
                 found = await self._in_thread(_checksum_on_drive, descriptor, cell.start, cell.stop)
@@ -302,6 +311,18 @@ class Pull:
             else:
                 self._changed.append((cell.start, cell.stop))
         self._earlier = {}
+
+    def _continue(self) -> None:
+        """Move the position of an interrupted copy back to the end of a cell whose checksum was recorded."""
+        content = read_own(self._folder / CHECKSUMS_NAME, CHECKSUM.size * len(self._cells))
+        recorded = CHECKSUM.iter_unpack(content[: len(content) // CHECKSUM.size * CHECKSUM.size])
+        position, self._position = self._position, 0
+        for cell, (checksum,) in zip(self._cells, recorded, strict=False):
+            if cell.stop > position:
+                break
+            self._checksums[cell.start], self._position = checksum, cell.stop
+            self._recorded += 1
+        self._synced = self._position
 
     def _left(self) -> list[tuple[int, int]]:
         """Return the ranges that remain to be copied from the current position on."""
@@ -339,6 +360,7 @@ class Pull:
                 writing = asyncio.create_task(self._write(file, at, data))
             if writing is not None:
                 await writing
+            self._position = length
         finally:
             if writing is not None:  # after an error, the position must be final, and no write may be left over
                 await until_done(writing)

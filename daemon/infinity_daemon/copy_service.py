@@ -172,11 +172,12 @@ class Copies:
 
     async def _progress(self, owner: Owner, run_id: str, rank: int) -> Answer:
         registration = self._own(owner, run_id, rank)
-        received = registration.pull.received if registration.pull else 0
+        pull, busy = registration.pull, _busy(registration)
         return {
-            "busy": _busy(registration),
+            "busy": busy,
             "copied": registration.copied,
-            "bytes": received,
+            "bytes": pull.received if pull else 0,
+            "waited": pull.waited if pull and busy else 0.0,
             "error": registration.error,
         }
 

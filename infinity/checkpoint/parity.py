@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -36,12 +37,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.checkpoint.durable import write_durably
-from infinity.checkpoint.manifest import checksum_of, published_among, using
+from infinity.checkpoint.manifest import (
+    checksum_of,
+    content_of,
+    decode_manifest,
+    published_among,
+    read_state_file,
+    using,
+)
 from infinity.content.layout import PAGE_ALIGNMENT
 from infinity.errors import CheckpointError
 from infinity.schema import at, brief, integer, record, sequence, text
 from infinity.store.extents import Extent
-from infinity.store.page_store import Version
+from infinity.store.page_store import Version, read_version
 from infinity.untrusted_files import read_regular, sync_folder
 
 FOLDER = "parity"
@@ -50,7 +58,9 @@ SLOTS = ("a", "b")
 """Ends of the names of the two parity files of a rank."""
 INDEX_NAME = "index.json"
 CHECKSUMS_NAME = "checksums"
-"""File with the checksum of every cell. It is missing if the copy was interrupted and continued."""
+"""File with the checksum of every cell."""
+CHECKSUM = struct.Struct("<Q")
+"""Checksum in this file."""
 _NAME = re.compile(rf"rank(\d{{5,}})\.({'|'.join(SLOTS)})", re.ASCII)
 _FORMAT = 1
 _MOST = 1 << 24  # maximum bytes of an index, which uses about 200 per peer
@@ -322,3 +332,30 @@ def xor(*contents: bytes | bytearray | memoryview) -> memoryview:
     for content in others:
         total[: len(content)] ^= np.frombuffer(content, np.uint8)
     return total.data
+
+
+def verify(parity: Parity, run_id: str, advance: Callable[[int], None]) -> None:
+    """Verify a complete parity file, and the manifests and state files next to it.
+
+    Args:
+        parity: parity file.
+        run_id: run that it belongs to.
+        advance: function that is called before each read of the parity file with the number of bytes.
+
+    Raises:
+        CheckpointError, StorageError: if a file cannot be read or does not match its checksum.
+    """
+    folder, streams = folder_of(parity.target), []
+    for peer in parity.contents.peers:
+        content, name = content_of(folder / peer.manifest), Path(run_id, "checkpoints", peer.manifest)
+        manifest = decode_manifest(name, content, decode=False)
+        read_state_file(folder, manifest)
+        streams.append(Stream(manifest.pages))
+    cells = cells_of(streams)
+    with using(folder / CHECKSUMS_NAME):
+        content = read_regular(folder / CHECKSUMS_NAME, CHECKSUM.size * len(cells))
+        if len(content) < CHECKSUM.size * len(cells):
+            raise ValueError(f"it has {len(content)} bytes instead of {CHECKSUM.size * len(cells)}")
+    for (start, stop, _), (expected,) in zip(cells, CHECKSUM.iter_unpack(content), strict=True):
+        advance(stop - start)
+        read_version(parity.target, start, Version(Extent(0, start, stop - start), expected), f"at byte {start}")

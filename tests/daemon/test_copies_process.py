@@ -51,7 +51,14 @@ def test_two_daemons_copy_a_checkpoint_each(tmp_path: Path, runtimes: list[Path]
             until(lambda folder=folder, name=name: not talk(folder, {"op": "copies_progress", **name})[0]["busy"])
             (progress,) = talk(folder, {"op": "copies_progress", **name})
             length = len(ranks[1 - rank.rank].stream)
-            assert progress == {"ok": True, "busy": False, "copied": IDENTITY, "bytes": length, "error": ""}
+            assert progress == {
+                "ok": True,
+                "busy": False,
+                "copied": IDENTITY,
+                "bytes": length,
+                "waited": 0.0,
+                "error": "",
+            }
             check_copy(ranks, rank, 2)
         text = get(process.port, "/metrics")
         labels = f'rank="0",run="{RUN}"'

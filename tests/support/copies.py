@@ -15,7 +15,7 @@ import xxhash
 
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest, checksum_of, write_manifest
-from infinity.checkpoint.parity import FOLDER, Stream, cells_of, part_range, peers_of, read_index
+from infinity.checkpoint.parity import FOLDER, Parity, Stream, cells_of, part_range, peers_of, read_index, verify
 from infinity.checkpoint.parts import Part
 from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec, build_layout
@@ -173,7 +173,7 @@ def expected_parity(ranks: Sequence[Rank], rank: Rank, nodes: int) -> bytes:
     return reduce(xor, (int.from_bytes(part, "little") for part in parts)).to_bytes(length, "little")
 
 
-def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int, *, continued: bool = False) -> None:
+def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int) -> None:
     """Check the parity file, the index, the checksums, and the copied manifests and state files of a rank."""
     index = read_index(rank.target)
     parity = expected_parity(ranks, rank, nodes)
@@ -181,13 +181,14 @@ def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int, *, continued: bool
     assert rank.target.read_bytes()[: len(parity)] == parity
     folder = rank.target.with_name(f"{rank.target.name}.d")
     by_rank = {each.rank: each for each in ranks}
-    names = {"index.json"} if continued else {"index.json", "checksums"}
+    names = {"index.json", "checksums"}
+    verify(Parity(rank.rank, rank.target, index), RUN, lambda _: None)
     streams = [Stream(by_rank[peer.rank].manifest.pages) for peer in index.peers]
     checksums = b"".join(
         struct.pack("<Q", xxhash.xxh3_64_intdigest(parity[start:stop], seed=start))
         for start, stop, _ in cells_of(streams)
     )
-    assert continued or (folder / "checksums").read_bytes() == checksums
+    assert (folder / "checksums").read_bytes() == checksums
     for peer in index.peers:
         source = by_rank[peer.rank]
         assert peer.length == len(source.stream) == Stream(source.manifest.pages).length

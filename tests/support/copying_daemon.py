@@ -14,9 +14,12 @@ from unittest.mock import patch
 
 from infinity.checkpoint.manifest import Manifest, read_manifest
 from infinity.checkpoint.parity import (
+    CHECKSUM,
+    CHECKSUMS_NAME,
     ParityIndex,
     Peer,
     Stream,
+    cells_of,
     folder_of,
     part_range,
     remove_index,
@@ -25,7 +28,7 @@ from infinity.checkpoint.parity import (
 )
 from infinity.daemon_client import NodeDaemon
 from infinity.run import checkpointing
-from infinity.store.page_store import read_version
+from infinity.store.page_store import checksum, read_version
 from support.copies import Node
 
 _MOST_REQUESTS = 10
@@ -92,6 +95,9 @@ class CopyingDaemon(NodeDaemon):
         with open(target, "r+b") as file:
             file.write(parity[: len(parity) // 2] if failing else parity)
         if not failing:
+            cells = cells_of([Stream(each.pages) for each in found])
+            checksums = (CHECKSUM.pack(checksum(start, parity[start:stop])) for start, stop, _ in cells)
+            (folder_of(Path(target)) / CHECKSUMS_NAME).write_bytes(b"".join(checksums))
             everyone = tuple(
                 Peer(rank=each.rank, length=length, manifest=each.file_name)
                 for each, length in zip(found, lengths, strict=True)

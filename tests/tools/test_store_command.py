@@ -324,7 +324,7 @@ def _waste(folders):
 
 
 def _scrubbed(run_id, run):
-    found = {"runs": [run_id], "pages": Check(run).pages, "bad": [], "incomplete": [], "passed_over": []}
+    found = {"runs": [run_id], "pages": Check(run).pages, "bad": [], "copies": [], "incomplete": [], "passed_over": []}
     return json.dumps({**found, "elsewhere": []}) + "\n"
 
 

@@ -23,7 +23,7 @@ from infinity.units import format_size, parse_size
 from infinity_tools.progress import byte_progress, short
 
 if TYPE_CHECKING:
-    from infinity_tools.stored_runs import BadPage, Checkpoint, StoredRun, Waste
+    from infinity_tools.stored_runs import BadPage, Checkpoint, StoredCopy, StoredRun, Waste
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
@@ -78,8 +78,8 @@ def verify(
 ) -> None:
     """Verify the checksums of all checkpoint pages at full speed.
 
-    Checks one run, or all runs that have ended. Live runs are skipped, and passing one with --run is an error. Exits
-    with status 1 if a page is bad.
+    Checks one run, or all runs that have ended, and the copies of ranks on other nodes. Live runs are skipped, and
+    passing one with --run is an error. Exits with status 1 if a page or a copy is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -106,8 +106,8 @@ def scrub(
 ) -> None:
     """Verify all checkpoints, including those of live runs, at a limited rate, for example from cron.
 
-    For every bad page, prints what to do. Pages that a live run replaces in the meantime are skipped. Exits with status
-    1 if a page is bad.
+    For every bad page and copy, prints what to do. Those that a live run replaces in the meantime are skipped. Exits
+    with status 1 if a page or a copy is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -138,7 +138,7 @@ def _check(
     from infinity_tools.stored_runs import Check, good_checkpoint, incomplete, without_manifest
 
     console = Console(highlight=False)
-    pages, bad_pages, partial, elsewhere, unusable = 0, [], [], [], False
+    pages, bad_pages, partial, elsewhere, copies, unusable = 0, [], [], [], [], False
     for run in runs:
         check = Check(run)
         pages += check.pages
@@ -151,6 +151,7 @@ def _check(
             for checkpoint in run.checkpoints
             if checkpoint.elsewhere
         ]
+        copies += [{"run_id": run.run_id, **asdict(copy)} for copy in check.copies]
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
         passed = incomplete(run)
         partial += [
@@ -164,22 +165,42 @@ def _check(
                 console.print(f"  step {checkpoint.step}, {checkpoint.problem}: incomplete checkpoint, ignored")
             for where in dict.fromkeys(checkpoint.elsewhere for checkpoint in run.checkpoints if checkpoint.elsewhere):
                 console.print(f"  not read: {where}. Run the command there, too.", soft_wrap=True, markup=False)
-            for where in dict.fromkeys(checkpoint.from_copies for checkpoint in run.checkpoints):
+            damaged = {copy.step for copy in check.copies if copy.problem}
+            for where in dict.fromkeys(c.from_copies for c in run.checkpoints if c.step not in damaged):
                 if where:
                     text = f"  not read: {where}, which copies on this host can replace"
                     console.print(text, soft_wrap=True, markup=False)
+            _report_copies(console, check.copies)
             for file in without_manifest(run):
                 console.print(f"  {file} has no manifest: it belongs to no checkpoint", soft_wrap=True, markup=False)
             if none_left and not bad:
                 console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
-        found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
+        found = {
+            "runs": [run.run_id for run in runs],
+            "pages": pages,
+            "bad": bad_pages,
+            "copies": copies,
+            "incomplete": partial,
+        }
         typer.echo(json_format.dumps(found | {"passed_over": passed_over, "elsewhere": elsewhere}))
     elif passed_over:
         console.print(f"{_passed_over(passed_over)}; `infinity store scrub` also reads live runs", soft_wrap=True)
     elif not runs:
         console.print(f"nothing to do in {', '.join(map(str, paths))}", soft_wrap=True, markup=False)
-    return bool(bad_pages) or unusable
+    return bool(bad_pages) or any(copy["problem"] for copy in copies) or unusable
+
+
+def _report_copies(console: Console, copies: Sequence[StoredCopy]) -> None:
+    for copy in copies:
+        what = f"  step {copy.step}: the copy of {copy.located} that rank {copy.rank} stores"
+        if not copy.problem:
+            console.print(f"{what} is intact", soft_wrap=True, markup=False)
+            continue
+        console.print(f"{what} is damaged: {copy.path}: {copy.problem}", style="bold red", soft_wrap=True, markup=False)
+        lost = "one of these nodes" if " and " in copy.located else "this node"
+        text = f"  if {lost} is lost, step {copy.step} cannot be computed; copies of later checkpoints replace this one"
+        console.print(text, style="yellow", soft_wrap=True, markup=False)
 
 
 def _advice(run: StoredRun, bad: list[BadPage], good: Checkpoint | None, paths: list[Path]) -> str:

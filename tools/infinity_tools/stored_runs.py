@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +29,8 @@ from infinity.checkpoint.manifest import (
     read_manifest,
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
-from infinity.checkpoint.parity import parities_in
-from infinity.checkpoint.parts import replicas
+from infinity.checkpoint.parity import Parity, parities_in, read_index, verify
+from infinity.checkpoint.parts import located, named, replicas
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, StorageError
 from infinity.io.pace import Pace
@@ -130,6 +131,24 @@ class BadPage:
     """Size of the page in bytes."""
     reason: str
     """Description of the mismatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCopy:
+    """Copy of parts of the files of ranks on other nodes, for one checkpoint. [Note: copies on other nodes]"""
+
+    step: int
+    """Step of the checkpoint."""
+    rank: int
+    """Rank that stores the copy."""
+    peers: tuple[int, ...]
+    """Ranks whose parts are copied."""
+    located: str
+    """These ranks, and the hosts that wrote their files."""
+    path: str
+    """Path of the file."""
+    problem: str
+    """Description of the damage, or an empty string if the copy is intact."""
 
 
 def _meant(paths: Sequence[Path]) -> Path | None:
@@ -302,7 +321,8 @@ class _Read(NamedTuple):
 class Check:
     """Verification of every page in the checkpoints of a run, each page once.
 
-    Bad pages are collected in `bad`. `pages` is the number of pages to read, and `nbytes` is their size in bytes.
+    Bad pages are collected in `bad`. `pages` is the number of pages to read. `copies` are the copies of ranks on other
+    nodes, which are verified too. `nbytes` is the number of bytes to read.
     """
 
     def __init__(self, run: StoredRun) -> None:
@@ -312,6 +332,7 @@ class Check:
             ConfigError: If the run also has folders that were not given.
         """
         self.bad: list[BadPage] = []
+        self.copies: list[StoredCopy] = []
         self._folder = run.folder
         # Versions to read, by rank, page and version, with the manifests that refer to them.
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
@@ -324,7 +345,11 @@ class Check:
             for page, version in sorted(manifest.pages.items()):
                 self._work.setdefault((manifest.rank, page, version), []).append(file)
         self.pages = len(self._work)
+        self._held = {checkpoint.name.identity: checkpoint.held for checkpoint in run.checkpoints}
+        # Copies of other checkpoints are not used, for example because the run went back to an earlier one.
+        self._parities = [each for each in parities_in(run.folder.roots) if each.contents.identity in self._held]
         self.nbytes = sum(version.extent.length for _, _, version in self._work)
+        self.nbytes += sum(parity.contents.length for parity in self._parities)
 
     def _require(self, run: StoredRun, paths: int) -> None:
         if len(run.folder.roots) != paths:
@@ -352,10 +377,10 @@ class Check:
         )
 
     def run(self, advance: Callable[[int], None], rate: float = 0) -> list[BadPage]:
-        """Read all pages and return the bad ones.
+        """Read all pages and copies, and return the bad pages.
 
         Args:
-            advance: Callback that receives the size in bytes of every page that has been read.
+            advance: Callback that receives numbers of bytes that are read. Several threads call it.
             rate: Maximum number of bytes per second. 0 means no limit.
         """
         pace = Pace(rate)
@@ -376,7 +401,38 @@ class Check:
                     advance(version.extent.length)
                     if reason:
                         self._confirm(rank, page, version, reason)
+            self.copies += filter(None, readers.map(partial(self._verified, pace, advance), self._parities))
         return self.bad
+
+    def _verified(self, pace: Pace, advance: Callable[[int], None], parity: Parity) -> StoredCopy | None:
+        """Verify a copy. Return None if a live run has replaced it in the meantime."""
+
+        def reading(nbytes: int) -> None:
+            pace.wait(nbytes)
+            advance(nbytes)
+
+        held, peers, problem = self._held[parity.contents.identity], [each.rank for each in parity.contents.peers], ""
+        try:
+            verify(parity, self._folder.run_id, reading)
+        except StorageError as error:
+            problem = f"offset {error.offset}, {error.length} bytes: {error.reason}"
+        except CheckpointError as error:
+            problem = str(error)
+        if problem:
+            try:
+                if read_index(parity.target) != parity.contents:
+                    return None
+            except CheckpointError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    return None
+        return StoredCopy(
+            step=held.name.step,
+            rank=parity.rank,
+            peers=tuple(peers),
+            located=located(held.parts, peers) if held.parts else named(peers),
+            path=str(parity.target),
+            problem=problem,
+        )
 
     def _confirm(self, rank: int, page: int, version: Version, reason: str) -> None:
         """Record a bad page for every checkpoint that still contains it. [Note: reading a live run]"""
