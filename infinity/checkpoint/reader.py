@@ -147,13 +147,14 @@ class CheckpointReader(FullState):
         return self._sources
 
     def source_of(self, rank: int) -> int:
-        """Return the rank whose state file a rank restores: itself, if its part is present and is read or equals one
-        that is read. Otherwise, the source with the same slices, or the first source.
+        """Return the rank whose state file a rank restores: itself, if its part is present or can be computed from
+        copies, and is read or equals one that is read. Otherwise, the source with the same slices, or the first source.
         """
         parts = self._first.parts
         same = parts[rank].slices if rank < len(parts) else ""
         source = next((source for source in self._sources if parts[source].slices == same), self._first.rank)
-        if rank in self._sources or (rank in self._held.holders and parts[rank][1:3] == parts[source][1:3]):
+        present = rank in self._held.holders or rank in self._held.computed
+        if rank in self._sources or (present and parts[rank][1:3] == parts[source][1:3]):
             return rank
         return source
 

@@ -301,7 +301,8 @@ def _difference(checkpoint: HeldCheckpoint, reader: CheckpointReader, ranks: Ran
         if replica >= 0 and len(replicas(parts)) > 1:
             return f"several replicas, of which run.resume_replica chooses {located(parts, reader.sources)}"
         if checkpoint.absent:
-            source = "which are computed from copies" if checkpoint.computed else "which other ranks also hold"
+            computed = checkpoint.computed.keys() & set(reader.sources)
+            source = "which are computed from copies" if computed else "which other ranks also hold"
             return f"lost the files of {located(parts, checkpoint.absent)}, {source}"
         moved = [rank for rank in range(ranks.world_size) if rank not in checkpoint.holders[rank]]
         if moved:

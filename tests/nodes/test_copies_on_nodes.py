@@ -125,6 +125,40 @@ def test_any_of_three_nodes_may_be_lost(_: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hsdp", [False, pytest.param(True, marks=WIDE)])
+def test_all_ranks_of_a_lost_node_are_computed(hsdp: bool, tmp_path: Path) -> None:
+    """Each node has two ranks with their own data. With HSDP, it also has a replica of the model."""
+
+    def train(nodes: Nodes, **options: object) -> tuple[list[dict[int, str]], str]:
+        run = NodeRun(nodes, 2, hsdp=hsdp, own_data=True, **options)
+        run.wait_for_steps(EVERY)
+        run.stop()
+        for program in run.programs:
+            program.wait()
+        losses = [run.losses(rank) for rank in range(4)]
+        first = min(losses[0])
+        return (
+            [{step: of_rank[step] for step in range(first, first + EVERY)} for of_rank in losses],
+            "".join(program.output for program in run.programs),
+        )
+
+    with Nodes(tmp_path, 2) as nodes:
+        start_daemons(nodes)
+        train(nodes, run=COPIES)
+        before = keep(nodes, tmp_path / "before")
+        expected, _ = train(nodes, resume=True)
+        for node in nodes:
+            shutil.rmtree(node.folder / "nvme0")
+        shutil.copytree(before / "node0/nvme0", nodes[0].folder / "nvme0")
+        computed, output = train(nodes, resume=True)
+    source = "which other ranks also hold" if hsdp else "which are computed from copies"
+    assert f"lost the files of ranks 2, 3 on node1, {source}" in output
+    assert "random states" not in output
+    assert computed == expected
+    assert len({next(iter(of_rank.values())) for of_rank in computed}) == 4
+
+
+@pytest.mark.slow
 def test_node_without_copies_is_an_error_before_training(tmp_path: Path) -> None:
     with Nodes(tmp_path, 2) as nodes:
         start_daemons(nodes[:1])

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+import infinity
 from infinity import peer_failures
 from infinity.ranks import Ranks
 from support.daemon_process import until
@@ -61,17 +63,24 @@ def train(local: str, shared: str, limit: int, options: dict[str, object]) -> No
         shared: Folder for the losses.
         limit: `run.heartbeat_timeout_seconds`.
         options: `resume`: whether to resume the last checkpoint. `fail`: rank that raises an error after a step.
-            `linger`: rank that trains without collectives for a while after the others have exited. `run`: further
+            `linger`: rank that trains without collectives for a while after the others have exited. `hsdp`: whether
+            each node has a replica of the model. `own_data`: whether the data of the ranks differs. `run`: further
             settings of the section ``run``.
     """
     logging.basicConfig(format="%(message)s")
     peer_failures.GRACE_SECONDS = 1.0
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo")
+    if options.get("hsdp"):
+        count = ranks.local_world_size
+        mesh = init_device_mesh("cpu", (ranks.world_size // count, count), mesh_dim_names=("replicate", "shard"))
+        infinity.mesh = lambda *_: mesh
     run = {"heartbeat_timeout_seconds": limit, **({"resume": "latest"} if options.get("resume") else {})}
     run |= options.get("run", {})  # type: ignore[operator]
     file, telemetry = Path(shared, f"rank{ranks.rank}"), {"runtime_dir": f"{local}/run"}  # of the node's daemon, if any
     with Session(Path(local), run=run, telemetry=telemetry) as session, file.open("w", buffering=1) as losses:
+        if options.get("own_data") and not session.optimizer.steps:
+            torch.manual_seed(ranks.rank)
         while not ranks.agree(Path(shared, "stop").exists()):
             loss = session.step()
             losses.write(f"{session.optimizer.steps} {loss.hex()}\n")
