@@ -29,6 +29,8 @@ class Progress(NamedTuple):
     """Identity of the last checkpoint that was copied, or an empty string."""
     address: str = ""
     """Address at which this rank's checkpoint is served to other nodes, or an empty string."""
+    stalled: bool = False
+    """``True`` if a copy is running but other nodes have not sent anything for a while."""
 
 
 class Copier(ABC):
@@ -81,12 +83,12 @@ class Copier(ABC):
 
     def finish(self) -> None:
         """Wait until the newest checkpoint has been copied, or has failed to be copied. All ranks call it together."""
-        self._wait()
+        again = self._wait()
         for _ in range(_ATTEMPTS):
-            if self._newest is None or self._has_copied(self._newest[0].name.checkpoint):
+            if not again or self._newest is None or self._has_copied(self._newest[0].name.checkpoint):
                 return
             self._start(*self._newest)
-            self._wait()
+            again = self._wait()
 
     @abstractmethod
     def close(self) -> None:
@@ -105,5 +107,5 @@ class Copier(ABC):
         """Start to copy a checkpoint."""
 
     @abstractmethod
-    def _wait(self) -> None:
-        """Wait until the copy that is running has ended."""
+    def _wait(self) -> bool:
+        """Wait until the copy that is running has ended. Return whether another attempt may succeed."""

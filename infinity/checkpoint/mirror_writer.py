@@ -83,10 +83,11 @@ class MirrorWriter(Copier):
     def _has_copied(self, checkpoint: CheckpointName) -> bool:
         return self._copied == checkpoint
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(CHECK_SECONDS)
             interrupts.check()
+        return True
 
     def _start(self, manifest: Manifest, retained: Collection[CheckpointName]) -> None:
         opened: list[BinaryIO] = []  # the files stay readable after a later checkpoint has removed them

@@ -31,7 +31,7 @@ from infinity.checkpoint.parity import (
 from infinity.checkpoint.parts import host_name
 from infinity.config import RunConfig
 from infinity.daemon_client import NodeDaemon
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError, ConfigError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, allocated_bytes, reserve
 from infinity.untrusted_files import own_folder
@@ -78,6 +78,7 @@ class NodeCopier(Copier):
         self._address = ranks.together("asking infinityd to copy checkpoints", self._join)
         addresses = ranks.collect(self._address)
         self._addresses = [addresses[peer] for peer in self._peers]
+        self._peer_hosts = ", ".join(dict.fromkeys(everywhere[peer][0] for peer in self._peers))
         self._targets = self._slots()
         length = parity_length([everywhere[peer][1] for peer in self._peers], settings.copy_nodes)
         nbytes = sum(everywhere[peer][2] for peer in self._peers)
@@ -85,6 +86,8 @@ class NodeCopier(Copier):
         super().__init__(settings.copies, self._find_complete(retained))
         self._running: CheckpointName | None = None
         """Checkpoint that is being copied."""
+        self._stalled = False
+        """``True`` if the daemon has not received anything for `run.heartbeat_timeout_seconds`."""
         self._warned = ""
         """Last error that was logged."""
 
@@ -110,14 +113,18 @@ class NodeCopier(Copier):
         missing = sum(max(file_bytes - nbytes, 0) for nbytes in existing)  # not allocated: each copy writes new files
         for target in self._targets:
             size = length - allocated_bytes(target) + missing
-            with self._daemon.space_reserved(str(target.parent.resolve()), size, self._folder.run_id):
-                reserve(target, length, self._folder.roots)
+            try:
+                with self._daemon.space_reserved(str(target.parent.resolve()), size, self._folder.run_id):
+                    reserve(target, length, self._folder.roots)
+            except BudgetError as error:
+                raise BudgetError(f"copies of other nodes: {error}, or set run.copies = 0") from error
 
     def _find_complete(self, retained: Collection[CheckpointName]) -> CheckpointName | None:
         """Return the newest of the retained checkpoints that all ranks have copied. Its file becomes the last slot.
 
         The number of nodes of the copy may differ from ``run.copy_nodes``: until the next checkpoint has been copied,
-        it is the only copy.
+        it is the only copy. If the run goes back to a checkpoint that was not copied, the file of the newest copy
+        becomes the last slot, because its checkpoint is kept if the start fails.
         """
         found = {
             (parity.contents.identity, parity.contents.nodes): parity.target
@@ -127,11 +134,10 @@ class NodeCopier(Copier):
         names = {checkpoint.identity: checkpoint for checkpoint in retained}
         good = set.intersection(*map(set, self._ranks.collect(list(found))))
         newest = max((copy for copy in good if copy[0] in names), default=None)
-        if newest is None:
-            return None
-        if found[newest] == self._targets[0]:
+        last = newest or max(found, default=None)
+        if last is not None and found[last] == self._targets[0]:
             self._targets.reverse()
-        return names[newest[0]]
+        return names[newest[0]] if newest is not None else None
 
     # Requests to the daemon #
 
@@ -160,13 +166,15 @@ class NodeCopier(Copier):
     @property
     def progress(self) -> Progress:
         """Progress of this rank, and its address, which changes if the daemon has restarted on another port."""
-        return super().progress._replace(address=self._address)
+        return super().progress._replace(address=self._address, stalled=self._stalled)
 
     def _busy(self) -> bool:
         answer = next(filter(None, (self._ask("copies_progress") for _ in range(_REQUESTS))), {})
         if answer and answer.get("ok") is not True:  # the daemon has been restarted
             joined = self._ask("copies_join", token=self._token)
             self._address = str(joined.get("address") or self._address)
+        waited = answer.get("waited", 0.0)
+        self._stalled = isinstance(waited, float) and waited > self._settings.heartbeat_timeout_seconds
         if self._running is None:
             return False
         if answer.get("ok") is True and answer.get("copied") == self._running.identity:
@@ -225,13 +233,25 @@ class NodeCopier(Copier):
         if answer.get("ok") is not True:
             self._warn(self._running, answer)
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         while True:
-            self.exchanged(self._ranks.collect(self.progress))
+            everywhere = self._ranks.collect(self.progress)
+            self.exchanged(everywhere)
             if self._idle:
-                return
+                return True
+            if all(each.idle or each.stalled for each in everywhere):  # the same on all ranks
+                self._abandon()
+                return False
             time.sleep(CHECK_SECONDS)
             interrupts.check()
+
+    def _abandon(self) -> None:
+        """Stop a copy for which no rank has received anything for a while."""
+        if self._stalled and self._running is not None:
+            seconds = self._settings.heartbeat_timeout_seconds
+            self._warn(self._running, {"error": f"no progress for {seconds} s from {self._peer_hosts}"})
+        self._idle, self._running = True, None
+        self._ask("copies_stop")
 
     def _warn(self, checkpoint: CheckpointName, answer: Mapping[str, Any]) -> None:
         text = f"{answer.get('error') or 'infinityd does not respond'}"

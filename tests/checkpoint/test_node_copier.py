@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 from infinity.checkpoint.copier import Copier, Progress
 from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
 from infinity.checkpoint.node_copier import NodeCopier
-from infinity.checkpoint.parity import Stream, cells_of, parities_in, peers_of
+from infinity.checkpoint.parity import Stream, cells_of, parities_in, peers_of, remove_index
 from infinity.config import RunConfig
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
+from infinity_tools.stored_runs import Check, stored_runs
 from support import separate_nodes
 from support.copying_daemon import copying, copying_over_sockets
+from support.published import flip
 from support.ranks import RankFailedError, RankPool
-from support.separate_nodes import State, different, export, resume, save
-from support.train import Recipe
+from support.separate_nodes import RECIPE, State, different, export, node, resume, save
+from support.train import Outcome, Paging, Recipe, offloaded, state_on_nvme, train
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -118,6 +123,47 @@ def test_damaged_copy_is_an_error(copied: tuple[Path, list[State]], tmp_path: Pa
     status, output = command("export", folder / "node0/nvme0", "--to", "dcp", "--out", tmp_path / "out")
     assert status
     assert "the copies of rank 1 on other nodes" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "reason"),
+    [
+        ("rank00000.a", -1, "bytes: checksum"),
+        ("rank00000.a.d/checksums", 0, "bytes: checksum"),
+        ("rank00000.a.d/step*.json", 99, ".json"),
+        ("rank00000.a.d/step*.safetensors", 99, "does not match its checksum"),
+    ],
+)
+def test_verify_and_scrub_name_a_damaged_copy(
+    name: str, position: int, reason: str, copied: tuple[Path, list[State]], tmp_path: Path
+) -> None:
+    nvme = shutil.copytree(copied[0] / "node0/nvme0", tmp_path / "nvme0")
+    (parity,) = parities_in(nvme.glob("*/"))
+    for words in ("verify", "scrub"):
+        status, output = command("store", words, nvme)
+        assert (status, "the copy of rank 1 on node1 that rank 0 stores is intact" in output) == (0, True), output
+    (file,) = nvme.glob(f"*/parity/{name}")
+    flip(file, parity.contents.length - 1 if position < 0 else position)
+    for words in ("verify", "scrub"):
+        status, output = command("store", words, nvme)
+        assert status == 1
+        assert "step 2: the copy of rank 1 on node1 that rank 0 stores is damaged" in output
+        assert reason in output
+        assert "if this node is lost, step 2 cannot be computed" in output
+        assert "pages are intact" in output
+        assert "which copies on this host can replace" not in output
+    status, output = command("store", "verify", nvme, "--json")
+    (found,) = json.loads(output)["copies"]
+    assert (status, found["peers"], found["path"], bool(found["problem"])) == (1, [1], str(parity.target), True)
+
+
+def test_copy_that_a_live_run_replaces_is_not_damaged(copied: tuple[Path, list[State]], tmp_path: Path) -> None:
+    nvme = shutil.copytree(copied[0] / "node0/nvme0", tmp_path / "nvme0")
+    (parity,) = parities_in(nvme.glob("*/"))
+    check = Check(*stored_runs([nvme]))
+    parity.target.write_bytes(b"")
+    remove_index(parity.target)
+    assert (check.run(lambda _: None), check.copies) == ([], [])
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -298,6 +344,122 @@ def test_missing_node_or_daemon_is_an_error(run: dict[str, int], message: str, p
         pair.run(partial(save, copies=1, **run), str(tmp_path))
 
 
+def start_unequal(folder: str) -> None:
+    """Start a run with copies and 2 ranks on node0, but one on node1. Called on every rank."""
+    number, local = divmod(dist.get_rank(), 2)
+    place = Path(folder) / f"node{number}"
+    with (
+        patch.object(socket, "gethostname", lambda: place.name),
+        patch.dict(os.environ, LOCAL_RANK=str(local)),
+        copying(),
+        offloaded(RECIPE, Paging(host_cache="least"), place, run={"copies": 1}),
+    ):
+        raise AssertionError
+
+
+def test_different_numbers_of_ranks_are_an_error(tmp_path: Path) -> None:
+    for name in ("node0", "node1"):
+        (tmp_path / name).mkdir()
+    pool = RankPool(3)
+    expected = (
+        r"run\.copies = 1 requires the same number of ranks on each node, but node0 has 2, node1 has 1\. Start the "
+        r"same number on each, or set run\.copies = 0"
+    )
+    try:
+        with pytest.raises(RankFailedError, match=expected):
+            pool.run(start_unequal, str(tmp_path))
+    finally:
+        pool.close()
+    assert not list(tmp_path.glob("*/nvme0/2*"))
+
+
+def start_without_space(folder: str) -> None:
+    """Start a run with copies, for which the drive has only 8 KiB. Called on every rank."""
+    usage = shutil.disk_usage
+
+    def full(place: Path) -> Any:
+        return (1 << 40, 1 << 40, 8192) if place.name == "parity" else usage(place)
+
+    with patch.object(shutil, "disk_usage", full):
+        save_with_copies(folder)
+
+
+def test_too_little_space_for_copies_is_an_error(pair: RankPool, tmp_path: Path) -> None:
+    """The message names the sizes and the fixes, and nothing is left."""
+    expected = (
+        r"copies of other nodes: \S+/parity has [\d.]+ [KM]iB free, including [\d.]+ [KM]iB that this run occupies, "
+        r"but this run needs [\d.]+ [KM]iB there \(No space left on device\)\. Free space, .*, or set run\.copies = 0"
+    )
+    with pytest.raises(RankFailedError, match=expected):
+        pair.run(start_without_space, str(tmp_path))
+    assert not list(tmp_path.glob("*/nvme0/2*"))
+
+
+def save_replicas(folder: str) -> tuple[State, list[float]]:
+    """Save and copy a checkpoint of an HSDP model; return this rank's state and its next random numbers."""
+    with (
+        node(folder, meshes="hsdp") as place,
+        copying(),
+        patch.dict(os.environ, LOCAL_RANK="0"),
+        offloaded(RECIPE, Paging(host_cache="least"), place, run={"copies": 1}) as (model, optimizer),
+    ):
+        train(RECIPE, model, optimizer, Outcome())
+        torch.manual_seed(100 + dist.get_rank())
+        optimizer.save_checkpoint()
+        return state_on_nvme(model, optimizer), torch.rand(3).tolist()
+
+
+def resume_replicas(folder: str) -> tuple[State, list[float]]:
+    """Resume an HSDP model; return this rank's state and its next random numbers."""
+    torch.manual_seed(0)
+    return resume(folder, "hsdp")[1], torch.rand(3).tolist()
+
+
+def test_lost_replica_keeps_its_random_states(pair: RankPool, tmp_path: Path) -> None:
+    """Its pages are read from the other replica, and its random states from the copy."""
+    expected = pair.run(save_replicas, str(tmp_path))
+    assert expected[0][1] != expected[1][1]
+    lose(tmp_path, 1)
+    for (state, numbers), (before, following) in zip(pair.run(resume_replicas, str(tmp_path)), expected, strict=True):
+        assert (different(state, before), numbers) == ([], following)
+
+
+def go_back(
+    folder: str, resume_step: int, steps: tuple[int, ...] = (), fails: tuple[int, ...] = ()
+) -> tuple[State, list[int]]:
+    """Resume a run from a step with `save_with_copies`."""
+    run = {"resume": "latest", "resume_step": resume_step, "retained_checkpoints": 2}
+    return save_with_copies(folder, steps, fails, **run)
+
+
+def copied_steps(folder: Path) -> list[list[int]]:
+    """Return the steps of the copies that each node stores."""
+    found = (parities_in((folder / f"node{rank}/nvme0").glob("*/")) for rank in (0, 1))
+    return [sorted(int(each.contents.peers[0].manifest[4:16]) for each in parities) for parities in found]
+
+
+def test_run_that_goes_back_is_copied_again(pair: RankPool, tmp_path: Path) -> None:
+    """The run goes back from step 3, which was copied, to step 2, which was not. Until step 2 has been copied, a lost
+    node is an error, because the copy of the removed checkpoint is not used.
+    """
+    save_both = partial(save_with_copies, fails=(2,), retained_checkpoints=2)
+    (folder := tmp_path / "run").mkdir()
+    assert [steps for _, steps in pair.run(save_both, str(folder), (2, 3))] == [[3]] * 2
+    pair.run(partial(go_back, fails=(2,)), str(folder), 2)
+    assert copied_steps(folder) == [[3]] * 2  # until a newer copy is complete, in case that the start fails
+    shutil.copytree(folder, tmp_path / "lost")
+    lose(tmp_path / "lost", 1)
+    with pytest.raises(RankFailedError, match=r"steps with a complete checkpoint: none|no checkpoint to resume from"):
+        pair.run(resume, str(tmp_path / "lost"))
+    assert [steps for _, steps in pair.run(go_back, str(folder), 2)] == [[2]] * 2
+    assert copied_steps(folder) == [[2, 3]] * 2
+    found = pair.run(go_back, str(folder), 2, (3,))
+    assert [steps for _, steps in found] == [[3]] * 2
+    lose(folder, 1)
+    for (step, state), (before, _) in zip(pair.run(resume, str(folder)), found, strict=True):
+        assert (step, different(state, before)) == (3, [])
+
+
 def test_single_node_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"all ranks report the host name node0"):
         save(str(tmp_path), copies=1)
@@ -326,8 +488,9 @@ class Recorder(Copier):
         self.running = manifest.name.checkpoint
         self.started.append(manifest.step)
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         self.end()
+        return True
 
     def end(self) -> None:
         """End the copy."""
@@ -359,6 +522,7 @@ class _Requests(NodeDaemon):
     def __init__(self) -> None:
         super().__init__(Path("missing"))
         self.ended = self.restarted = False
+        self.waited = 0.0
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def answer(self, op: str, **values: Any) -> dict[str, Any]:
@@ -367,17 +531,17 @@ class _Requests(NodeDaemon):
         if self.restarted and op == "copies_progress":
             return {"ok": False, "error": "rank 0 has not joined"}
         address = "node0:9472" if self.restarted else "node0:9471"
-        return {} if self.ended else {"ok": True, "busy": True, "copied": "", "address": address}
+        return {} if self.ended else {"ok": True, "busy": True, "copied": "", "address": address, "waited": self.waited}
 
     def requests(self, op: str) -> list[dict[str, Any]]:
         """Return the values of the requests of a kind."""
         return [values for each, values in self.asked if each == op]
 
 
-def _copier(folder: Path, daemon: NodeDaemon) -> NodeCopier:
+def _copier(folder: Path, daemon: NodeDaemon, **settings: int) -> NodeCopier:
     run = RunFolder.of([str(folder)], "run")
     run.create()
-    return NodeCopier(RunConfig(copies=1), run, _TwoNodes(0, 0, 1), daemon, 8192, 1000)
+    return NodeCopier(RunConfig(copies=1, **settings), run, _TwoNodes(0, 0, 1), daemon, 8192, 1000)
 
 
 def _publish(copier: NodeCopier, step: int) -> None:
@@ -415,6 +579,31 @@ def test_daemon_that_ended_is_reported_at_the_next_checkpoint(caplog: pytest.Log
         "infinityd does not respond"
         for step in (1, 2)
     ]
+
+
+@pytest.mark.parametrize(("limit", "waited"), [(15, 15.5), (60, 60.5)])
+def test_last_copy_ends_without_progress(
+    limit: int, waited: float, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The warning names the other host, and there is no further attempt. Progress on any rank continues the copy."""
+    daemon = _Requests()
+    copier = _copier(tmp_path, daemon, heartbeat_timeout_seconds=limit)
+    daemon.waited = waited
+    _publish(copier, 1)
+    moves = iter([True, True, False])  # whether the other rank makes progress
+    ranks = Mock(rank=0, collect=lambda own: [own, own._replace(stalled=not next(moves))])
+    with (
+        patch.object(copier, "_ranks", ranks),
+        patch("infinity.checkpoint.node_copier.CHECK_SECONDS", 0),
+        caplog.at_level("WARNING", "infinity"),
+    ):
+        copier.finish()
+    assert next(moves, None) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0: the checkpoint {1:024x} of step 1 could not be copied to this node: no progress for {limit} s from "
+        "other"
+    ]
+    assert [len(daemon.requests(f"copies_{op}")) for op in ("start", "stop")] == [1, 1]
 
 
 def test_checkpoint_is_copied_when_it_is_due_and_no_rank_is_copying() -> None:
