@@ -175,6 +175,17 @@ def check_causal(config: Any, name: str) -> None:
         )
 
 
+def check_language_model(source: ModelSource) -> None:
+    """Check that a model has a vocabulary and layers. Raises `ConfigError`."""
+    vocabulary = getattr(source.config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ConfigError(f"--model {source.name} is not a language model: its configuration has no vocab_size")
+    if vocabulary < 1:
+        raise ConfigError(f"--model {source.name} has vocab_size = {vocabulary}; at least 1 is required")
+    if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
+        raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
+
+
 def best_dtype() -> str:
     """Return ``bf16`` if the device supports it natively, otherwise ``fp32``, because emulation is several times
     slower.

@@ -48,36 +48,38 @@ HELP: Final = {
 """Help that differs from the declaration of the setting, because the commands use the setting in another way."""
 
 
-def setting_option(name: str, panel: str) -> Any:
-    """Return the option for a setting. Its value is None if the option is not passed.
+class Panel:
+    """Options of a command that the help lists under one heading."""
 
-    Args:
-        name: Name of the setting, a key of `SETTINGS`.
-        panel: Heading under which the help lists the option.
-    """
-    section, key = name.split(".")
-    settings = getattr(Config(), section)
-    metadata, default = settings.__dataclass_fields__[key].metadata, getattr(settings, key)
-    more: dict[str, Any] = {}
-    if metadata["size"]:
-        more["metavar"] = "SIZE"
-    elif typing.get_type_hints(type(settings))[key] is int:
-        more["min"] = metadata["minimum"]
-        more["max"] = None if metadata["maximum"] == LARGEST else metadata["maximum"]
-    example = "such as 64MiB; " if metadata["size"] else ""
-    shown = f"{metadata['doc']} [{example}default: from --config, or {default}]"
-    help_text = HELP.get(name, shown)
-    return typer.Option(SETTINGS[name], callback=setting(name), help=help_text, rich_help_panel=panel, **more)
+    def __init__(self, title: str) -> None:
+        self._title = title
 
+    def option(self, *names: str, **declared: Any) -> Any:
+        """Return an option, which is declared as for `typer.Option`."""
+        return typer.Option(*names, rich_help_panel=self._title, **declared)
 
-def shared_option(name: str, panel: str | None = None) -> Any:
-    """Return an option that is not a setting.
+    def number(self, least: float, most: float, help: str) -> Any:
+        """Return an option for a number. The help shows only the lower limit."""
+        return self.option(min=least, callback=at_most(most), help=help)
 
-    Args:
-        name: Name of the parameter, a key of `_OTHERS`.
-        panel: Heading under which the help lists the option.
-    """
-    return typer.Option(rich_help_panel=panel, **_OTHERS[name])
+    def setting(self, name: str) -> Any:
+        """Return the option for a setting, a key of `SETTINGS`. Its value is None if the option is not passed."""
+        section, key = name.split(".")
+        settings = getattr(Config(), section)
+        metadata, default = settings.__dataclass_fields__[key].metadata, getattr(settings, key)
+        more: dict[str, Any] = {}
+        if metadata["size"]:
+            more["metavar"] = "SIZE"
+        elif typing.get_type_hints(type(settings))[key] is int:
+            more["min"] = metadata["minimum"]
+            more["max"] = None if metadata["maximum"] == LARGEST else metadata["maximum"]
+        example = "such as 64MiB; " if metadata["size"] else ""
+        help = HELP.get(name, f"{metadata['doc']} [{example}default: from --config, or {default}]")
+        return self.option(SETTINGS[name], callback=setting(name), help=help, **more)
+
+    def shared(self, name: str) -> Any:
+        """Return an option that is not a setting, a key of `_OTHERS`."""
+        return self.option(**_OTHERS[name])
 
 
 def settings_in(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,213 +9,157 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from infinity.cli_errors import Version, at_most, finite
+from infinity.cli_errors import Version, finite
 from infinity_tools.output import check_out, write_out
 from infinity_tools.preset_list import list_presets
-from infinity_tools.shared_options import setting_option, settings_in, shared_option
+from infinity_tools.shared_options import Panel, settings_in
 from infinity_tools.signals import StopRequest
 
-_MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
+_MODEL, _RUN, _MACHINE, _OUTPUT = map(Panel, ("Model", "Training", "Machine", "Output"))
 
 
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(
+        _MODEL.option(
             help="A preset (`--model list` lists them), a transformers config.json or model folder, or the id of a "
-            "model in the local Hub cache.",
-            rich_help_panel=_MODEL,
+            "model in the local Hub cache."
         ),
     ] = None,
     parameters: Annotated[
         float | None,
-        typer.Option(
-            min=1e3,
-            callback=at_most(1e15),
-            help="Instead of --model: number of parameters of a decoder, such as 70e9; requires --layers, --hidden and "
+        _MODEL.number(
+            1e3,
+            1e15,
+            "Instead of --model: number of parameters of a decoder, such as 70e9; requires --layers, --hidden and "
             "--vocabulary.",
-            rich_help_panel=_MODEL,
         ),
     ] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, callback=at_most(100_000), help="Number of layers.", rich_help_panel=_MODEL)
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option(min=8, callback=at_most(10**6), help="Hidden size.", rich_help_panel=_MODEL)
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=2, callback=at_most(10**8), help="Vocabulary size.", rich_help_panel=_MODEL)
-    ] = None,
-    tied: Annotated[
-        bool, typer.Option("--tied", help="Tie the head to the embedding.", rich_help_panel=_MODEL)
-    ] = False,
+    layers: Annotated[int | None, _MODEL.number(1, 100_000, "Number of layers.")] = None,
+    hidden: Annotated[int | None, _MODEL.number(8, 10**6, "Hidden size.")] = None,
+    vocabulary: Annotated[int | None, _MODEL.number(2, 10**8, "Vocabulary size.")] = None,
+    tied: Annotated[bool, _MODEL.option("--tied", help="Tie the head to the embedding.")] = False,
     lora: Annotated[
         str | None,
-        typer.Option(
-            metavar="r=16[,targets=q_proj+v_proj]",
-            help="Freeze the model and train LoRA adapters of rank r.",
-            rich_help_panel=_MODEL,
+        _MODEL.option(
+            metavar="r=16[,targets=q_proj+v_proj]", help="Freeze the model and train LoRA adapters of rank r."
         ),
     ] = None,
     trainable: Annotated[
         float | None,
-        typer.Option(
+        _MODEL.option(
             min=0.0,
             max=1.0,
             callback=finite,
             help="Train only this fraction of the parameters, in the last layers, such as 0.1.",
-            rich_help_panel=_MODEL,
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.", rich_help_panel=_MODEL)] = "bf16",
-    batch_tokens: Annotated[int, shared_option("batch_tokens", _RUN)] = 8192,
+    dtype: Annotated[str, _MODEL.option(help="Compute dtype: bf16 or fp32.")] = "bf16",
+    batch_tokens: Annotated[int, _RUN.shared("batch_tokens")] = 8192,
     seq: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            callback=at_most(10**8),
-            help="Tokens per sequence. [default: 4096, or the batch if it is smaller]",
-            rich_help_panel=_RUN,
-        ),
+        int | None, _RUN.number(2, 10**8, "Tokens per sequence. [default: 4096, or the batch if it is smaller]")
     ] = None,
     micro_batches: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            callback=at_most(10**6),
-            help="Micro-batches per rank per step. [default: the fewest that fit the accelerator's memory]",
-            rich_help_panel=_RUN,
+        _RUN.number(
+            1, 10**6, "Micro-batches per rank per step. [default: the fewest that fit the accelerator's memory]"
         ),
     ] = None,
-    loss_tokens: Annotated[int | None, shared_option("loss_tokens", _RUN)] = None,
+    loss_tokens: Annotated[int | None, _RUN.shared("loss_tokens")] = None,
     loop: Annotated[
         bool,
-        typer.Option(
+        _RUN.option(
             "--loop",
             help="Run each micro-batch through the whole model, instead of all micro-batches through each layer.",
-            rich_help_panel=_RUN,
         ),
     ] = False,
-    activation_checkpointing: Annotated[bool, shared_option("activation_checkpointing", _RUN)] = True,
-    clip: Annotated[
-        bool, typer.Option("--clip", help="Clip gradients by their global norm.", rich_help_panel=_RUN)
-    ] = False,
+    activation_checkpointing: Annotated[bool, _RUN.shared("activation_checkpointing")] = True,
+    clip: Annotated[bool, _RUN.option("--clip", help="Clip gradients by their global norm.")] = False,
     optimizer: Annotated[
-        str,
-        typer.Option(
-            help="Optimizer: adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN
-        ),
+        str, _RUN.option(help="Optimizer: adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.")
     ] = "adamw",
-    ranks: Annotated[
-        int, typer.Option(min=1, callback=at_most(100_000), help="Ranks per node.", rich_help_panel=_MACHINE)
-    ] = 1,
-    nodes: Annotated[
-        int, typer.Option(min=1, callback=at_most(100_000), help="Number of nodes.", rich_help_panel=_MACHINE)
-    ] = 1,
+    ranks: Annotated[int, _MACHINE.number(1, 100_000, "Ranks per node.")] = 1,
+    nodes: Annotated[int, _MACHINE.number(1, 100_000, "Number of nodes.")] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
+        _MACHINE.option(
             help="Name of each rank's accelerator (`--gpu list` lists them). [default: the CPU of this machine, on "
-            "which layers are timed]",
-            rich_help_panel=_MACHINE,
+            "which layers are timed]"
         ),
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(
-            min=1e-3,
-            callback=at_most(1e6),
-            help="TFLOP/s that training achieves on the accelerator. [default: 40 % of its bf16 peak]",
-            rich_help_panel=_MACHINE,
+        _MACHINE.number(
+            1e-3, 1e6, "TFLOP/s that training achieves on the accelerator. [default: 40 % of its bf16 peak]"
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of the accelerator, such as 80GiB. [default: from --gpu]", rich_help_panel=_MACHINE),
+        str | None, _MACHINE.option(help="Memory of the accelerator, such as 80GiB. [default: from --gpu]")
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(
-            help="Host-to-device bandwidth, in bytes per second each way, such as 55e9. [default: from --gpu]",
-            rich_help_panel=_MACHINE,
+        _MACHINE.option(
+            help="Host-to-device bandwidth, in bytes per second each way, such as 55e9. [default: from --gpu]"
         ),
     ] = None,
-    update_cores: Annotated[int | None, setting_option("update.cores", _RUN)] = None,
+    update_cores: Annotated[int | None, _RUN.setting("update.cores")] = None,
     cores: Annotated[
         int | None,
-        typer.Option(
+        _MACHINE.option(
             min=1,
             max=4096,
             help="CPU cores per rank, for updates and checksums. [default: with --gpu, the cores per accelerator of a "
             "common node (`--gpu list`); with --tflops, the cores of this machine, divided among the ranks]",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     interconnect: Annotated[
         str | None,
-        typer.Option(
+        _MACHINE.option(
             help="With --nodes: bandwidth of each node's network in each direction, such as 10GbE, 100Gbit/s or "
             "1GiB/s. With one node: bandwidth between its ranks. Or a file that `infinity probe --interconnect` "
             "has written. [default: with --gpu, the bandwidth of the links between accelerators (`--gpu list`); "
-            "otherwise, communication takes no time]",
-            rich_help_panel=_MACHINE,
+            "otherwise, communication takes no time]"
         ),
     ] = None,
-    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _MACHINE)] = None,
+    host_memory: Annotated[str | None, _MACHINE.setting("memory.host_bytes")] = None,
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(
+        _MACHINE.option(
             help="Folder on a drive of this machine; can be repeated. The bandwidth comes from infinityd, or is "
-            "measured now. [default: the folders of --config if they exist, otherwise the current folder]",
-            rich_help_panel=_MACHINE,
+            "measured now. [default: the folders of --config if they exist, otherwise the current folder]"
         ),
     ] = None,
     nvme_bandwidth: Annotated[
         str | None,
-        typer.Option(
+        _MACHINE.option(
             help="Instead of --nvme: read and write bandwidth of one drive in bytes per second, such as 7e9/5e9, or "
-            "7e9/5e9/6e9 with the combined bandwidth of simultaneous reads and writes.",
-            rich_help_panel=_MACHINE,
+            "7e9/5e9/6e9 with the combined bandwidth of simultaneous reads and writes."
         ),
     ] = None,
     nvme_count: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="With --nvme-bandwidth: number of drives per node. [default: 1]",
-            rich_help_panel=_MACHINE,
-        ),
+        _MACHINE.option(min=1, max=1024, help="With --nvme-bandwidth: number of drives per node. [default: 1]"),
     ] = None,
     nvme_size: Annotated[
         str | None,
-        typer.Option(
-            help="With --nvme-bandwidth: free space per drive, such as 2TB. [default: not checked]",
-            rich_help_panel=_MACHINE,
-        ),
+        _MACHINE.option(help="With --nvme-bandwidth: free space per drive, such as 2TB. [default: not checked]"),
     ] = None,
     nvme_endurance: Annotated[
-        str | None,
-        typer.Option(help="Rated write endurance per drive, such as 1200TB.", rich_help_panel=_MACHINE),
+        str | None, _MACHINE.option(help="Rated write endurance per drive, such as 1200TB.")
     ] = None,
-    runtime_dir: Annotated[str | None, setting_option("telemetry.runtime_dir", _MACHINE)] = None,
-    page_bytes: Annotated[str | None, setting_option("memory.page_bytes", _RUN)] = None,
-    state_format: Annotated[str | None, setting_option("state.format", _RUN)] = None,
-    update: Annotated[str | None, setting_option("update.schedule", _RUN)] = None,
-    activations: Annotated[str | None, setting_option("activations.tier", _RUN)] = None,
-    retained_checkpoints: Annotated[int | None, setting_option("run.retained_checkpoints", _RUN)] = None,
-    config: Annotated[Path | None, shared_option("config", _RUN)] = None,
-    changes: Annotated[
-        bool, typer.Option(help="Also list the changes that would help most.", rich_help_panel=_OUTPUT)
-    ] = True,
+    runtime_dir: Annotated[str | None, _MACHINE.setting("telemetry.runtime_dir")] = None,
+    page_bytes: Annotated[str | None, _RUN.setting("memory.page_bytes")] = None,
+    state_format: Annotated[str | None, _RUN.setting("state.format")] = None,
+    update: Annotated[str | None, _RUN.setting("update.schedule")] = None,
+    activations: Annotated[str | None, _RUN.setting("activations.tier")] = None,
+    retained_checkpoints: Annotated[int | None, _RUN.setting("run.retained_checkpoints")] = None,
+    config: Annotated[Path | None, _RUN.shared("config")] = None,
+    changes: Annotated[bool, _OUTPUT.option(help="Also list the changes that would help most.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for plan.json, plan.png and infinity.toml. [default: no files are written]",
-            rich_help_panel=_OUTPUT,
-        ),
+        _OUTPUT.option(help="Folder for plan.json, plan.png and infinity.toml. [default: no files are written]"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.", rich_help_panel=_OUTPUT)] = False,
+    json: Annotated[bool, _OUTPUT.option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Estimate memory, NVMe traffic, step time and SSD wear before a run.

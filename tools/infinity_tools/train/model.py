@@ -15,8 +15,7 @@ from infinity.formats.quantized import QuantizedLinear
 from infinity.models.building import attention_of, one_line
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
-from infinity_tools.batch import check_language_model
-from infinity_tools.presets import CAUSAL, ModelSource, check_causal, find_model
+from infinity_tools.presets import CAUSAL, ModelSource, check_causal, check_language_model, find_model
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train.recipe import Recipe
 

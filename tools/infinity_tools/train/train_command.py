@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.cli_errors import Command, Version, at_most, failures
+from infinity.cli_errors import Command, Version, failures
 from infinity_tools.preset_list import list_presets
-from infinity_tools.shared_options import setting_option
+from infinity_tools.shared_options import Panel
 
-_MODEL, _STATE, _OUTPUT = "Model and data", "State on NVMe", "Output"
+_MODEL, _STATE, _OUTPUT = map(Panel, ("Model and data", "State on NVMe", "Output"))
 
 
 def train(
@@ -28,108 +28,80 @@ def train(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        _MODEL.option(
             help="A folder written by save_pretrained or a model on the Hub (its weights are streamed from disk), "
             "a transformers config.json (random weights), or a preset (`--model list` lists them). "
-            "[default: llama-100m]",
-            rich_help_panel=_MODEL,
+            "[default: llama-100m]"
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        _MODEL.option(
             help="Training data; can be repeated: a parquet, jsonl, json, csv, arrow or text file, a folder of such "
             "files or one written by Dataset.save_to_disk, or a dataset on the Hub. [default: the source code of "
-            "Python's standard library, only for models without weights]",
-            rich_help_panel=_MODEL,
+            "Python's standard library, only for models without weights]"
         ),
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            help="sft (supervised fine-tuning and pretraining) or dpo (preferences). [default: sft]",
-            rich_help_panel=_MODEL,
-        ),
+        _MODEL.option(help="sft (supervised fine-tuning and pretraining) or dpo (preferences). [default: sft]"),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or Hub model with the tokenizer and chat template. [default: from --model]",
-            rich_help_panel=_MODEL,
-        ),
+        _MODEL.option(help="Folder or Hub model with the tokenizer and chat template. [default: from --model]"),
     ] = None,
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Folder for the state; repeat to spread the state over several drives. [default: OUT/nvme]",
-            rich_help_panel=_STATE,
-        ),
+        _STATE.option(help="Folder for the state; repeat to spread the state over several drives. [default: OUT/nvme]"),
     ] = None,
-    host_memory: Annotated[str | None, setting_option("memory.host_bytes", _STATE)] = None,
+    host_memory: Annotated[str | None, _STATE.setting("memory.host_bytes")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
+        _STATE.option(
             "--resume",
             metavar="[auto|CHECKPOINT]",
             help="Resume the run in --out (or in output_dir of the recipe) from its newest checkpoint, or from the "
             "folder CHECKPOINT. Other options are needed only to change them. auto: start a new run if there is no "
             "checkpoint.",
-            rich_help_panel=_STATE,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
+        _STATE.option(
             help="TOML file with settings (docs/reference/settings.md), which override RECIPE. --offload options "
-            "override both.",
-            rich_help_panel=_STATE,
+            "override both."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
+        _OUTPUT.option(
             help="Folder for the recipe, checkpoints, summary.json, summary.png and steps.jsonl. A folder with the "
-            "results of an earlier run requires --resume. [default: runs/YYYYMMDD-HHMMSS]",
-            rich_help_panel=_OUTPUT,
+            "results of an earlier run requires --resume. [default: runs/YYYYMMDD-HHMMSS]"
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _OUTPUT.option(
             help="Write a timeline for ui.perfetto.dev to this JSON file; ranks other than 0 append their rank"
-            " to the file name.",
-            rich_help_panel=_OUTPUT,
+            " to the file name."
         ),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
+        _OUTPUT.option(
             min=0,
             max=65535,
             help="Serve Prometheus metrics of this node's ranks on this port. 0: any free port. [default: do "
             "not serve metrics]",
-            rich_help_panel=_OUTPUT,
         ),
     ] = None,
     metrics_host: Annotated[
-        str,
-        typer.Option(
-            help="Address on which metrics are served, without authentication. 0.0.0.0: all addresses.",
-            rich_help_panel=_OUTPUT,
-        ),
+        str, _OUTPUT.option(help="Address on which metrics are served, without authentication. 0.0.0.0: all addresses.")
     ] = "127.0.0.1",
     metrics_linger: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            callback=at_most(10**6),
-            help="Seconds to keep serving metrics after the summary has been written.",
-            rich_help_panel=_OUTPUT,
-        ),
+        float, _OUTPUT.number(0, 10**6, "Seconds to keep serving metrics after the summary has been written.")
     ] = 0.0,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print only the summary, as JSON.", rich_help_panel=_OUTPUT)
-    ] = False,
+    json: Annotated[bool, _OUTPUT.option("--json", help="Print only the summary, as JSON.")] = False,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks to start on this machine, as with torchrun.")
     ] = None,

@@ -17,6 +17,7 @@ from infinity_tools.tune.outcome import Bounds, Outcome
 
 if TYPE_CHECKING:
     from infinity import PagedOptimizer
+    from infinity_tools.presets import ModelSource
 
 WARM = 2
 """Steps that are not counted: the first records the trace, and the second fills the host cache."""
@@ -26,7 +27,7 @@ _LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Model and batch of a training run, named as in `infinity_tools.batch`."""
+    """Model and batch of a training run, named like the options of `infinity tune`."""
 
     model: str
     dtype: str
@@ -51,7 +52,6 @@ class Trials:
         import torch
 
         import infinity
-        from infinity_tools.batch import check_batch
         from infinity_tools.presets import best_dtype, find_model
 
         if workload.threads:
@@ -60,7 +60,7 @@ class Trials:
         self._runs: list[str] = []  # ids of the runs of all trials
         self._source = find_model(workload.model)
         self._mesh = infinity.mesh()
-        check_batch(workload, self._source)
+        _check_batch(workload, self._source)
         self._dtype = best_dtype() if workload.dtype == "auto" else workload.dtype
 
     def facts(self) -> dict[str, Any]:
@@ -158,6 +158,25 @@ class Trials:
             paged.clip_grad_norm_(workload.max_grad_norm)
         paged.step()
         paged.zero_grad()
+
+
+def _check_batch(options: Workload, source: ModelSource) -> None:
+    """Check that the batch can be divided into micro-batches and suits the model. Raises `ConfigError`."""
+    if options.micro_tokens is not None and (
+        options.micro_tokens % options.seq or options.batch_tokens % options.micro_tokens
+    ):
+        sequences = options.batch_tokens // options.seq
+        possible = ", ".join(str(number * options.seq) for number in range(1, sequences + 1) if sequences % number == 0)
+        raise ConfigError(
+            f"--micro-tokens {options.micro_tokens} does not divide the {options.batch_tokens} tokens of a batch into "
+            f"equal slices of whole sequences of {options.seq}; possible: {possible}"
+        )
+    from infinity_tools.presets import check_language_model
+
+    check_language_model(source)
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and options.seq > longest:
+        raise ConfigError(f"--seq {options.seq} exceeds the {longest} positions of the model (max_position_embeddings)")
 
 
 def _are_enough(records: Sequence[Any]) -> bool:
