@@ -222,7 +222,8 @@ def test_advice_names_intact_checkpoint(checkpointed):
     first, second, _ = checkpointed
     (found,) = stored_runs((first, second))
     (checkpoint,) = found.checkpoints
-    two = replace(found, checkpoints=(checkpoint, replace(checkpoint, name=replace(checkpoint.name, step=7))))
+    later = replace(checkpoint.held, name=replace(checkpoint.held.name, step=7))
+    two = replace(found, checkpoints=(checkpoint, replace(checkpoint, held=later)))
     bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
     older, newer = two.checkpoints
     assert good_checkpoint(two, []) == newer

@@ -253,7 +253,6 @@ def test_trial_folders_of_other_searches_are_kept(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").touch()
     with trial_folders.trial_folders([str(tmp_path)], telemetry) as (runs,):
-        trial_folders.remove_left_over(tmp_path, telemetry)
         assert Path(runs).is_dir()
         assert new.is_dir()
         assert not old.exists()

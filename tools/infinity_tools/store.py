@@ -45,11 +45,9 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
     other checkpoint of the run shares.
     """
     with failures():
-        from infinity_tools.stored_runs import other_holders, stored_runs
+        from infinity_tools.stored_runs import other_holders
 
-        passed: dict[Path, str] = {}
-        runs = stored_runs(paths, passed)
-        _say_passed(passed)
+        runs = _runs_in(paths)
         for holder in other_holders(paths, runs):
             typer.echo(holder, err=True)
         if json:
@@ -82,11 +80,7 @@ def verify(
     passing one with --run is an error. Exits with status 1 if a page or a copy is bad.
     """
     with failures():
-        from infinity_tools.stored_runs import stored_runs
-
-        passed: dict[Path, str] = {}
-        chosen = _choose(stored_runs(paths, passed), [run] if run else [], paths)
-        _say_passed(passed)
+        chosen = _choose(_runs_in(paths), [run] if run else [], paths)
         if run and chosen[0].owner:
             raise ConfigError(
                 f"{chosen[0].owner} is running; verify it after it has ended, or use `infinity store scrub`"
@@ -110,15 +104,10 @@ def scrub(
     with status 1 if a page or a copy is bad.
     """
     with failures():
-        from infinity_tools.stored_runs import stored_runs
-
-        passed: dict[Path, str] = {}
         limit = parse_size(rate, name="--rate") if rate else 0
         if rate and not limit:
             raise ConfigError("--rate 0 would never finish; omit --rate for no limit")
-        runs = stored_runs(paths, passed)
-        _say_passed(passed)
-        found = _check("scrubbing", runs, paths, limit, [], json=json)
+        found = _check("scrubbing", _runs_in(paths), paths, limit, [], json=json)
     raise typer.Exit(1 if found else 0)
 
 
@@ -147,9 +136,9 @@ def _check(
             bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
         advice = _advice(run, bad, good_checkpoint(run, bad), paths)
         elsewhere += [
-            {"run_id": run.run_id, "step": checkpoint.step, "files": checkpoint.elsewhere}
+            {"run_id": run.run_id, "step": checkpoint.step, "files": checkpoint.held.elsewhere}
             for checkpoint in run.checkpoints
-            if checkpoint.elsewhere
+            if checkpoint.held.elsewhere
         ]
         copies += [{"run_id": run.run_id, **asdict(copy)} for copy in check.copies]
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
@@ -161,15 +150,17 @@ def _check(
         unusable |= none_left
         if not json:
             _report(console, run, check.pages, bad, advice)
-            for checkpoint in passed:
-                console.print(f"  step {checkpoint.step}, {checkpoint.problem}: incomplete checkpoint, ignored")
-            for where in dict.fromkeys(checkpoint.elsewhere for checkpoint in run.checkpoints if checkpoint.elsewhere):
-                console.print(f"  not read: {where}. Run the command there, too.", soft_wrap=True, markup=False)
+            helds = [checkpoint.held for checkpoint in run.checkpoints]
             damaged = {copy.step for copy in check.copies if copy.problem}
-            for where in dict.fromkeys(c.from_copies for c in run.checkpoints if c.step not in damaged):
-                if where:
-                    text = f"  not read: {where}, which copies on this host can replace"
-                    console.print(text, soft_wrap=True, markup=False)
+            notes = [f"step {one.step}, {one.problem}: incomplete checkpoint, ignored" for one in passed]
+            notes += [f"not read: {held.elsewhere}. Run the command there, too." for held in helds if held.elsewhere]
+            notes += [
+                f"not read: {one.held.from_copies}, which copies on this host can replace"
+                for one in run.checkpoints
+                if one.held.from_copies and one.step not in damaged
+            ]
+            for note in dict.fromkeys(notes):
+                console.print(f"  {note}", soft_wrap=True, markup=False)
             _report_copies(console, check.copies)
             for file in without_manifest(run):
                 console.print(f"  {file} has no manifest: it belongs to no checkpoint", soft_wrap=True, markup=False)
@@ -212,7 +203,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: Checkpoint | None, paths: 
             "no checkpoint of this run is intact; restore the files from a backup, or remove the run"
             f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
-    step, where = good.step, " on this host" if good.elsewhere else ""
+    step, where = good.step, " on this host" if good.held.elsewhere else ""
     if step > max((page.step for page in bad), default=step):
         return f"the newest checkpoint (step {step}) is intact{where}: resume from it, or continue training"
     ranks = spoilt(good, bad)
@@ -221,7 +212,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: Checkpoint | None, paths: 
         return f"the run is live: its next checkpoint replaces these pages; until then, {kept}"
     if ranks:
         files = shlex.join(str(good.manifests[rank]) for rank in ranks)
-        others = ", if their files on other hosts are intact" if good.elsewhere else ""
+        others = ", if their files on other hosts are intact" if good.held.elsewhere else ""
         return f"other replicas can be resumed{others}: remove {files}, and resume with run.resume_step = {step}"
     here = f", which is intact{where}" if where else ""
     return f"resume from the checkpoint of step {step}{here}: --resume OUT/checkpoint-{step} (run.resume_step = {step})"
@@ -316,7 +307,7 @@ def rm(
     with failures():
         from infinity.store.folder import no_starts
         from infinity.store.marker import is_run_id
-        from infinity_tools import stored_runs as stored
+        from infinity_tools.stored_runs import remove
 
         # Tell ids from folders by their form, because in a folder of runs the id of a run is also the name of a folder.
         names = [text for text in arguments if is_run_id(text)]
@@ -328,9 +319,7 @@ def rm(
         if not (names or ended):
             raise ConfigError("no runs given; pass their ids, or --ended for all runs that have ended")
         with no_starts(paths):
-            passed: dict[Path, str] = {}
-            found = stored.stored_runs(paths, passed)
-            _say_passed(passed)
+            found = _runs_in(paths)
             chosen = _choose(found, names, paths) if names else []
             if busy := [run for run in chosen if run.owner]:
                 raise ConfigError(f"{busy[0].owner} is running; nothing was removed")
@@ -343,12 +332,22 @@ def rm(
                     typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  checkpoints: {steps}")
             _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
             for run in chosen:
-                stored.remove(run)
+                remove(run)
         if json:
             told = {"removed": [run.run_id for run in chosen], "bytes": size, "passed_over": live}
             typer.echo(json_format.dumps(told))
         else:
             typer.echo(_done(f"removed {_counted(len(chosen), 'run')}, {format_size(size)}", live))
+
+
+def _runs_in(paths: list[Path]) -> list[StoredRun]:
+    """Return the runs in these folders. See `_say_passed`."""
+    from infinity_tools.stored_runs import stored_runs
+
+    passed: dict[Path, str] = {}
+    runs = stored_runs(paths, passed)
+    _say_passed(passed)
+    return runs
 
 
 def _say_passed(passed: dict[Path, str]) -> None:
@@ -397,8 +396,8 @@ def _described(run: StoredRun) -> dict[str, Any]:
                 "bytes": checkpoint.nbytes,
                 "own_bytes": checkpoint.own_bytes,
                 "problem": checkpoint.problem or None,
-                "elsewhere": checkpoint.elsewhere or None,
-                "from_copies": checkpoint.from_copies or None,
+                "elsewhere": checkpoint.held.elsewhere or None,
+                "from_copies": checkpoint.held.from_copies or None,
             }
             for checkpoint in run.checkpoints
         ],
@@ -414,8 +413,8 @@ def _table(run: StoredRun) -> Table:
     table.columns[5].overflow = "fold"
     for checkpoint in run.checkpoints:
         sizes = (format_size(checkpoint.nbytes), format_size(checkpoint.own_bytes))
-        copies = f"{checkpoint.from_copies}: from copies" if checkpoint.from_copies else ""
-        notes = escape("; ".join(filter(None, (checkpoint.elsewhere, copies))))
+        copies = f"{checkpoint.held.from_copies}: from copies" if checkpoint.held.from_copies else ""
+        notes = escape("; ".join(filter(None, (checkpoint.held.elsewhere, copies))))
         problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else notes
         table.add_row(str(checkpoint.step), _when(checkpoint), str(checkpoint.world_size), *sizes, problem)
     return table

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from infinity.errors import CheckpointError, ConfigError, StorageError
 from infinity.io.pace import Pace
 from infinity.io.probe import targets
 from infinity.store.folder import Holder, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
-from infinity.store.marker import MARKER_NAME, FoundRun, drafts_in, empty_folders, is_run_id, look_for_runs
+from infinity.store.marker import MARKER_NAME, FoundRun, drafts_in, empty_folders, look_for_runs
 from infinity.store.page_store import Version, read_version
 from infinity_tools import trial_folders
 
@@ -52,36 +52,25 @@ class Checkpoint:
     checkpoint of the run shares, which is the space that the run regains when it removes the checkpoint.
     """
 
-    name: CheckpointName
+    held: HeldCheckpoint
+    """Ranks whose manifests are on this node, and the hosts of the others."""
     created: float
     """Seconds since 1970."""
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
-    held: HeldCheckpoint
-    """Ranks whose manifests are on this node, and the hosts of the others."""
     problem: str = ""
     """Reason why the checkpoint cannot be used. Empty if it is usable."""
 
     @property
     def step(self) -> int:
         """Optimizer step of the checkpoint."""
-        return self.name.step
-
-    @property
-    def elsewhere(self) -> str:
-        """Ranks whose files are on other hosts, and these hosts. Empty if there are none."""
-        return self.held.elsewhere
-
-    @property
-    def from_copies(self) -> str:
-        """Ranks whose files can be computed from copies on this node, and their hosts. Empty if there are none."""
-        return self.held.from_copies
+        return self.held.name.step
 
     @property
     def world_size(self) -> int:
         """Number of ranks that wrote the checkpoint."""
-        return self.name.world_size
+        return self.held.name.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +103,7 @@ class StoredRun:
         return tuple(checkpoint for checkpoint in self.checkpoints if not checkpoint.problem)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BadPage:
     """A page, or a whole file if `page` is None, whose contents differ from the checkpointed contents."""
 
@@ -263,11 +252,30 @@ def _length(file: Path) -> int:
         return 0
 
 
+class _Read(NamedTuple):
+    """Readable part of a checkpoint."""
+
+    names: list[Published]
+    manifests: list[Manifest]
+    problem: str
+    """Reason why a manifest cannot be read, or an empty string."""
+
+
 def _read_checkpoints(folder: RunFolder) -> dict[CheckpointName, _Read]:
     groups: dict[CheckpointName, list[Published]] = {}
     for name in published_in(folder.checkpoints):
         groups.setdefault(name.checkpoint, []).append(name)
-    return {checkpoint: _Read(names, *_manifests(folder, names)) for checkpoint, names in groups.items()}
+    found = {}
+    for checkpoint, names in groups.items():
+        manifests, problem = [], ""
+        for file in (folder.checkpoints / name.file_name for name in names):
+            try:
+                manifests.append(read_manifest(file, decode=False))
+            except CheckpointError as error:
+                problem = str(error) if file.exists() else problem
+        if manifests or problem:  # otherwise, a live run removed the checkpoint in the meantime
+            found[checkpoint] = _Read(names, manifests, problem)
+    return found
 
 
 def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Iterator[Checkpoint]:
@@ -276,46 +284,23 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
         named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
     parities = parities_in(folder.roots)
     for checkpoint, (names, manifests, problem) in read.items():
-        if not manifests and not problem:  # a live run removed the checkpoint in the meantime
-            continue
-        holders = {name.rank: [0] for name in names}
-        parts = manifests[0].parts if manifests else ()
         copies = [HeldParity(rank, index, [0]) for rank, _, index in parities if index.identity == checkpoint.identity]
-        held = HeldCheckpoint(name=checkpoint, holders=holders, parts=parts, parities=copies)
-        problem = held.problem() or problem
+        held = HeldCheckpoint(
+            name=checkpoint,
+            holders={name.rank: [0] for name in names},
+            parts=manifests[0].parts if manifests else (),
+            parities=copies,
+        )
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.checkpoints / manifest.state_file) for manifest in manifests)
         yield Checkpoint(
-            name=checkpoint,
+            held=held,
             created=max((manifest.created for manifest in manifests), default=0.0),
             manifests={name.rank: folder.checkpoints / name.file_name for name in names},
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
-            held=held,
-            problem=problem,
+            problem=held.problem() or problem,
         )
-
-
-def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Manifest], str]:
-    """Return the readable manifests, and the reason why a manifest cannot be read, or an empty string."""
-    found, problem = [], ""
-    for name in names:
-        file = folder.checkpoints / name.file_name
-        try:
-            found.append(read_manifest(file, decode=False))
-        except CheckpointError as error:
-            if file.exists():
-                problem = str(error)
-    return found, problem
-
-
-class _Read(NamedTuple):
-    """Readable part of a checkpoint: its file names and manifests, and the reason why a manifest cannot be read."""
-
-    names: list[Published]
-    manifests: list[Manifest]
-    problem: str
-    """Reason, or an empty string if all manifests were read."""
 
 
 class Check:
@@ -345,7 +330,7 @@ class Check:
             for page, version in sorted(manifest.pages.items()):
                 self._work.setdefault((manifest.rank, page, version), []).append(file)
         self.pages = len(self._work)
-        self._held = {checkpoint.name.identity: checkpoint.held for checkpoint in run.checkpoints}
+        self._held = {checkpoint.held.name.identity: checkpoint.held for checkpoint in run.checkpoints}
         # Copies of other checkpoints are not used, for example because the run went back to an earlier one.
         self._parities = [each for each in parities_in(run.folder.roots) if each.contents.identity in self._held]
         self.nbytes = sum(version.extent.length for _, _, version in self._work)
@@ -368,13 +353,9 @@ class Check:
             return manifest
         except CheckpointError as error:
             if file.exists():
-                self._found(step, rank, None, str(bad), 0, _length(bad), str(error))
+                size = _length(bad)
+                self.bad.append(BadPage(step, rank, None, str(bad), 0, size, str(error)))
             return None
-
-    def _found(self, step: int, rank: int, page: int | None, path: str, offset: int, length: int, reason: str) -> None:
-        self.bad.append(
-            BadPage(step=step, rank=rank, page=page, path=path, offset=offset, length=length, reason=reason)
-        )
 
     def run(self, advance: Callable[[int], None], rate: float = 0) -> list[BadPage]:
         """Read all pages and copies, and return the bad pages.
@@ -436,15 +417,15 @@ class Check:
 
     def _confirm(self, rank: int, page: int, version: Version, reason: str) -> None:
         """Record a bad page for every checkpoint that still contains it. [Note: reading a live run]"""
-        path, offset, length = version.extent
+        place, offset, length = version.extent
+        path = str(self._folder.data_file(place, rank))
         for file in self._work[rank, page, version]:
             try:
                 manifest = read_manifest(file)
             except CheckpointError:
                 continue
             if manifest.pages.get(page) == version:
-                data = str(self._folder.data_file(path, rank))
-                self._found(manifest.step, rank, page, data, offset, length, reason)
+                self.bad.append(BadPage(manifest.step, rank, page, path, offset, length, reason))
 
 
 def good_checkpoint(run: StoredRun, bad: Sequence[BadPage]) -> Checkpoint | None:
@@ -452,7 +433,8 @@ def good_checkpoint(run: StoredRun, bad: Sequence[BadPage]) -> Checkpoint | None
 
     Slices that are bad on one rank may be intact on another one. Files on other hosts are assumed to be intact.
     """
-    return max((c for c in run.checkpoints if _can_resume(c.held, spoilt(c, bad))), key=lambda c: c.name, default=None)
+    good = [checkpoint for checkpoint in run.checkpoints if _can_resume(checkpoint.held, spoilt(checkpoint, bad))]
+    return max(good, key=lambda checkpoint: checkpoint.held.name, default=None)
 
 
 def spoilt(checkpoint: Checkpoint, bad: Sequence[BadPage]) -> list[int]:
@@ -471,7 +453,7 @@ def incomplete(run: StoredRun) -> list[Checkpoint]:
 
     Checkpoints whose ranks are not all on this node are left out because other nodes may have the missing manifests.
     """
-    return [c for c in run.checkpoints if _unpublished(c) and _all_local(run, c.world_size)]
+    return [c for c in run.checkpoints if _unpublished(c) and _all_local(run, c)]
 
 
 def without_manifest(run: StoredRun) -> list[Path]:
@@ -503,15 +485,17 @@ class Waste:
 
     what: str
     """Description, in words."""
-    run: StoredRun | None
-    files: tuple[Path, ...]
+    run: StoredRun | None = None
+    files: tuple[Path, ...] = ()
     nbytes: int
     """Disk space in bytes that is regained by removing it."""
+    remove_file: Callable[[Path], object] = Path.unlink
+    """Function that removes one of the files, without a check whether the run is live."""
 
     @property
     def name(self) -> str:
         """Id of the run, or path of the first file."""
-        return self.run.run_id if self.run is not None and not self.files else str(self.files[0])
+        return str(self.files[0]) if self.files else self.run.run_id if self.run is not None else ""
 
     def remove(self) -> None:
         """Remove the data. Call it only while no run can start (see `no_starts`).
@@ -523,21 +507,10 @@ class Waste:
             remove(self.run)
             return
         try:
-            if self.run is None:
-                for file in self.files:
-                    if file.name.startswith(trial_folders.PREFIX):
-                        trial_folders.remove(file, Config().telemetry)
-                    elif file.name.startswith(targets.PREFIX):
-                        file.unlink(missing_ok=True)
-                    elif is_run_id(file.name):
-                        _remove_empty(file)
-                    else:
-                        remove_stale_lock(file)
-                return
-            if owner := holder_of(self.run.folder):
+            if self.run is not None and (owner := holder_of(self.run.folder)):
                 raise ConfigError(f"{owner} is running; none of its files were removed")
             for file in self.files:
-                self.run.folder.remove_file(file)
+                self.remove_file(file)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
 
@@ -578,38 +551,45 @@ def waste(
         if run.owner is None and run.first:
             found += _waste_of(run)
     for path in paths:
-        for folder in empty_folders(path):
-            with suppress(FileNotFoundError):
-                if holder_of(RunFolder(folder.name, (folder,))) is None:
-                    size = _disk_bytes(folder)
-                    found.append(Waste(what="empty run folder", run=None, files=(folder,), nbytes=size))
-        locks = stale_locks(path)
-        found += [Waste(what="stale lock", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
-        for left in (*trial_folders.left_over(path), *targets.left_over(path)):
-            size = _disk_bytes(left) + (_bytes_in(left) if left.is_dir() else 0)
-            found.append(Waste(what="left by a killed measurement", run=None, files=(left,), nbytes=size))
+        measured = "left by a killed measurement"
+        kinds: tuple[tuple[str, Iterable[Path], Callable[[Path], object]], ...] = (
+            ("empty run folder", _unused(empty_folders(path)), _remove_empty),
+            ("stale lock", stale_locks(path), remove_stale_lock),
+            (measured, trial_folders.left_over(path), partial(trial_folders.remove, telemetry=Config().telemetry)),
+            (measured, targets.left_over(path), partial(Path.unlink, missing_ok=True)),
+        )
+        for what, files, remove_file in kinds:
+            for file in files:
+                size = _disk_bytes(file) + _bytes_in(file)
+                found.append(Waste(what=what, files=(file,), nbytes=size, remove_file=remove_file))
     return found
+
+
+def _unused(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            if holder_of(RunFolder(folder.name, (folder,))) is None:
+                yield folder
 
 
 def _waste_of(run: StoredRun) -> Iterator[Waste]:
     folder = run.folder.checkpoints
     published = published_in(folder)
-    partial = [checkpoint for checkpoint in run.checkpoints if _unpublished(checkpoint)]
-    if len(partial) == len(run.checkpoints) and all(_all_local(run, checkpoint.world_size) for checkpoint in partial):
-        yield Waste(what="run without a checkpoint", run=run, files=(), nbytes=run.nbytes)
+    unpublished = [checkpoint for checkpoint in run.checkpoints if _unpublished(checkpoint)]
+    here = [checkpoint for checkpoint in unpublished if _all_local(run, checkpoint)]
+    if len(here) == len(run.checkpoints):
+        yield Waste(what="run without a checkpoint", run=run, nbytes=run.nbytes)
         return
 
     def files(what: str, *found: Path) -> Waste:
-        return Waste(what=what, run=run, files=found, nbytes=sum(map(_disk_bytes, found)))
+        size = sum(map(_disk_bytes, found))
+        return Waste(what=what, run=run, files=found, nbytes=size, remove_file=run.folder.remove_file)
 
     gone: set[Path] = set()
-    for checkpoint in partial:
-        if _all_local(run, checkpoint.world_size):
-            gone.update(checkpoint.manifests.values())
-            yield files(
-                f"incomplete checkpoint of step {checkpoint.step} ({checkpoint.problem})",
-                *checkpoint.manifests.values(),
-            )
+    for checkpoint in here:
+        gone.update(checkpoint.manifests.values())
+        what = f"incomplete checkpoint of step {checkpoint.step} ({checkpoint.problem})"
+        yield files(what, *checkpoint.manifests.values())
     drafts = [file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*")]
     drafts += [file for file in folder.rglob("*.tmp") if not file.is_dir()]  # includes temporary files of companions
     for file in sorted(drafts):
@@ -622,5 +602,5 @@ def _unpublished(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.problem) and len(checkpoint.manifests) < checkpoint.world_size
 
 
-def _all_local(run: StoredRun, world_size: int) -> bool:
-    return run.ranks >= world_size
+def _all_local(run: StoredRun, checkpoint: Checkpoint) -> bool:
+    return run.ranks >= checkpoint.world_size

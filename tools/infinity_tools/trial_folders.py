@@ -40,7 +40,8 @@ def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[
                 if not path.is_dir():
                     path.mkdir()
                     stack.callback(_remove_if_empty, path)
-                remove_left_over(path, telemetry)
+                for left in left_over(path):
+                    remove(left, telemetry)
                 folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))
                 stack.callback(remove, folder, telemetry)
                 held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -54,12 +55,6 @@ def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[
                 ) from error
             made.append(str(folder / "runs"))
         yield made
-
-
-def remove_left_over(path: Path, telemetry: TelemetryConfig) -> None:
-    """Remove trial folders under `path` that no process has locked. Raises `OSError` if `path` cannot be read."""
-    for folder in left_over(path):
-        remove(folder, telemetry)
 
 
 def left_over(path: Path) -> list[Path]:

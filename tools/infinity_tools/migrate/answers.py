@@ -18,6 +18,14 @@ from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
 Answer = tuple[Status, str, str] | tuple[Status, str, str, bool]
 _DEFAULT = "DeepSpeed's default; infinity's default"
+_LIMITS = {
+    "aio.block_size": (
+        "2 MiB",
+        "a request size must be a multiple of 4096 from 4 KiB to 1 GiB; the default of 2 MiB applies",
+    ),
+    "aio.queue_depth": ("32", "infinity accepts 1 to 4096; the default of 32 applies"),
+}
+"""Defaults of infinity for requests, and reasons why it does not accept other values."""
 
 
 def _key(name: str) -> Key:
@@ -73,24 +81,13 @@ def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     return Status.NOT_NEEDED, "memory.host_bytes", why
 
 
-def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if (size := toml_output.request_bytes(found)) is not None:
-        return _same(name, f"storage.request_bytes = {size}")
-    if toml_output.is_default(found, name):
-        why = f"{_DEFAULT} of 2 MiB applies"
-    else:
-        why = "a request size must be a multiple of 4096 from 4 KiB to 1 GiB; the default of 2 MiB applies"
-    return Status.NOT_NEEDED, "storage.request_bytes", why
-
-
-def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if (depth := toml_output.queue_depth(found)) is not None:
-        return _same(name, f"storage.queue_depth = {depth}")
-    if toml_output.is_default(found, name):
-        why = f"{_DEFAULT} of 32 applies"
-    else:
-        why = "infinity accepts 1 to 4096; the default of 32 applies"
-    return Status.NOT_NEEDED, "storage.queue_depth", why
+def _request(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    setting = toml_output.REQUESTS[name][0]
+    if (accepted := toml_output.request(found, name)) is not None:
+        return _same(name, f"{setting} = {accepted}")
+    usual, limits = _LIMITS[name]
+    why = f"{_DEFAULT} of {usual} applies" if toml_output.is_default(found, name) else limits
+    return Status.NOT_NEEDED, setting, why
 
 
 def _clipping(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
@@ -181,8 +178,7 @@ ANSWERS: dict[str, Callable[[Found, str, Any, Sequence[str]], Answer]] = {
     **{f"zero_optimization.offload_{role}.device": _device for role in ("param", "optimizer")},
     **{f"zero_optimization.offload_{role}.nvme_path": _path for role in ("param", "optimizer")},
     **{f"zero_optimization.offload_param.{name}": _memory for name in ("max_in_cpu", "buffer_count", "buffer_size")},
-    "aio.block_size": _block,
-    "aio.queue_depth": _depth,
+    **dict.fromkeys(toml_output.REQUESTS, _request),
     "gradient_clipping": _clipping,
     "optimizer.params.max_grad_norm": _clipping,
     "gradient_accumulation_steps": _accumulation,

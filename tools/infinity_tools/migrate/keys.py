@@ -55,13 +55,10 @@ def translated(name: str, becomes: str, why: str, takes: str = "any", *, auto: s
     return Key(name=name, status=Status.TRANSLATED, becomes=becomes, why=why, takes=takes, auto=auto)
 
 
-def unneeded(section: str, names: str, why: str, becomes: str = "", switch: str = "") -> list[Key]:
+def unneeded(section: str, names: str, why: str, becomes: str = "") -> list[Key]:
     """Return keys that are not needed, all for the same reason."""
     prefix = f"{section}." if section else ""
-    return [
-        Key(name=prefix + name, status=Status.NOT_NEEDED, becomes=becomes, why=why, switch=switch)
-        for name in names.split()
-    ]
+    return [Key(name=prefix + name, status=Status.NOT_NEEDED, becomes=becomes, why=why) for name in names.split()]
 
 
 def lacking(

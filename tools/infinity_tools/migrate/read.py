@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.schema import Mismatch, at, brief, flag
+from infinity.schema import Mismatch, anything, at, brief, flag, integer, one_of, text
 from infinity.untrusted_files import read_regular
 from infinity_tools.migrate.keys import Key
 from infinity_tools.migrate.keys_around import TABLE
+from infinity_tools.migrate.schedulers import OF_TORCH
 
 _LIMIT = 1 << 20
 _DEPTH = 32
@@ -45,12 +46,6 @@ class Found:
     def first(self, *names: str) -> Any:
         """Return the value of the first of these names that is set."""
         return next((self[name] for name in names if self[name] is not None), None)
-
-    def below(self, section: str) -> dict[str, Any]:
-        """Return the values of a section, by names without the section."""
-        prefix = f"{section}."
-        return {name.removeprefix(prefix): value for name, value in self._values.items()
-                if name.startswith(prefix) and value is not None}  # fmt: skip
 
     def device(self, role: str) -> str:
         """Return the device to which DeepSpeed offloads `param` or `optimizer`: nvme, cpu, or none."""
@@ -82,15 +77,15 @@ def read_config(file: Path) -> Found:
     """
     name = repr(str(file))
     try:
-        text = read_regular(os.path.realpath(file), _LIMIT).decode("utf-8-sig")
+        content = read_regular(os.path.realpath(file), _LIMIT).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} is not UTF-8 text, as JSON must be") from error
     try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+        data = json.loads(content, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} is not JSON: line {error.lineno}: {_problem(text, error)}") from error
+        raise ConfigError(f"{name} is not JSON: line {error.lineno}: {_problem(content, error)}") from error
     except RecursionError as error:
         raise ConfigError(f"{name} is not a DeepSpeed configuration: it is nested too deeply") from error
     except ValueError as error:
@@ -167,18 +162,12 @@ def _entries(section: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
             if value is not None and value != AUTO:
                 value = at(name, CHECKS[key.takes], value)
             yield Entry(name=name, key=key, value=value)
-        elif name == "scheduler.params" and section.get("type") in _torch_schedulers():
+        elif name == "scheduler.params" and section.get("type") in OF_TORCH:
             yield Entry(name=name, key=TABLE.keys["scheduler.type"], value=at(name, _arguments, value or {}))
         elif name in TABLE.sections and value is not None:
             yield from _entries(at(name, _section, value), f"{name}.")
         else:
             yield Entry(name=name, key=None, value=value)
-
-
-def _torch_schedulers() -> tuple[str, ...]:
-    from infinity_tools.migrate.schedulers import OF_TORCH
-
-    return OF_TORCH
 
 
 def _section(value: Any) -> Any:
@@ -203,14 +192,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise Mismatch(value, "must be a string")
-    return value
-
-
 def _path(value: Any) -> str:
-    if not _text(value).strip():
+    if not text()(value).strip():
         raise Mismatch(value, "must be a path")
     if "\0" in value:
         raise Mismatch(value, "contains a zero byte, which is not allowed in a path")
@@ -221,18 +204,6 @@ def _pair(value: Any) -> Any:
     if not isinstance(value, list) or len(value) != 2:
         raise Mismatch(value, "must be a list of two numbers")
     return [_number(item) for item in value]
-
-
-def _stage(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= 3:
-        raise Mismatch(value, "must be 0, 1, 2 or 3")
-    return value
-
-
-def _device(value: Any) -> str:
-    if value not in ("none", "cpu", "nvme"):
-        raise Mismatch(value, "must be none, cpu or nvme")
-    return str(value)
 
 
 def _arguments(value: Any) -> Any:
@@ -246,20 +217,16 @@ def _arguments(value: Any) -> Any:
     return value
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "any": _anything,
+    "any": anything,
     "flag": flag,
     "count": _count,
     "number": _number,
-    "text": _text,
+    "text": text(),
     "path": _path,
     "pair": _pair,
-    "stage": _stage,
-    "device": _device,
-    "section": _anything,
+    "stage": integer(0, 3),
+    "device": one_of("none", "cpu", "nvme"),
+    "section": anything,
 }
 """Checks of values, by `Key.takes`."""

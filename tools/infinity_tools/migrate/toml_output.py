@@ -16,8 +16,11 @@ from infinity_tools.toml import literal, quoted
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
 """DeepSpeed's defaults for parameters in memory."""
-_REQUESTS = {"aio.block_size": 1 << 20, "aio.queue_depth": 8}
-"""DeepSpeed's defaults for requests."""
+REQUESTS = {
+    "aio.block_size": ("storage.request_bytes", 1 << 20, range(4 * KIB, GIB + 1, 4096)),
+    "aio.queue_depth": ("storage.queue_depth", 8, range(1, 4097)),
+}
+"""Setting for each key of requests, DeepSpeed's default, and the values that the setting accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,34 +62,24 @@ def is_default(found: Found, name: str) -> bool:
     A configuration that was written by a tool lists all defaults. They were chosen for DeepSpeed, so infinity's own
     defaults apply instead.
     """
-    if name in _REQUESTS:
-        return bool(found[name] == _REQUESTS[name])
+    if name in REQUESTS:
+        return bool(found[name] == REQUESTS[name][1])
     return all(found[f"{_PARAM}.{buffer}"] in (None, AUTO, default) for buffer, default in _BUFFERS.items())
 
 
-def request_bytes(found: Found) -> int | None:
-    """Return the request size from `aio.block_size`, or None if it is DeepSpeed's default or not valid here."""
-    size = found["aio.block_size"]
-    if not isinstance(size, int) or is_default(found, "aio.block_size"):
+def request(found: Found, name: str) -> int | None:
+    """Return the value for the setting of a key in `REQUESTS`, or None if it is DeepSpeed's default or not accepted."""
+    value = found[name]
+    if not isinstance(value, int) or is_default(found, name):
         return None
-    return size if 4 * KIB <= size <= GIB and size % 4096 == 0 else None
-
-
-def queue_depth(found: Found) -> int | None:
-    """Return the queue depth from `aio.queue_depth`, or None if it is DeepSpeed's default or not valid here."""
-    depth = found["aio.queue_depth"]
-    if not isinstance(depth, int) or is_default(found, "aio.queue_depth"):
-        return None
-    return depth if 1 <= depth <= 4096 else None
+    return value if value in REQUESTS[name][2] else None
 
 
 def _requests(found: Found) -> list[Line]:
-    lines = []
-    if (size := request_bytes(found)) is not None:
-        lines.append(Line(name="storage.request_bytes", value=size, remark="aio.block_size"))
-    if (depth := queue_depth(found)) is not None:
-        lines.append(Line(name="storage.queue_depth", value=depth, remark="aio.queue_depth"))
-    return lines
+    values = {name: request(found, name) for name in REQUESTS}
+    return [
+        Line(name=REQUESTS[name][0], value=value, remark=name) for name, value in values.items() if value is not None
+    ]
 
 
 def host_bytes(found: Found) -> int | None:
