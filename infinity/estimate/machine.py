@@ -181,20 +181,10 @@ class Machine:
 
     def with_drives(self, count: int) -> Machine:
         """Return a copy of the machine with the given number of drives of the same kind."""
-        drives = self.drives
-
-        def scaled(value: float) -> float:
-            return value * count / drives.count
-
-        more = Drives(
-            count=count,
-            read=scaled(drives.read),
-            write=scaled(drives.write),
-            mixed=scaled(drives.mixed),
-            space_bytes=int(scaled(drives.space_bytes)),
-            endurance_bytes=scaled(drives.endurance_bytes),
-        )
-        return replace(self, drives=more)
+        factor = count / self.drives.count
+        scaled = {name: value * factor for name, value in vars(self.drives).items()}
+        scaled |= {"count": count, "space_bytes": int(scaled["space_bytes"])}
+        return replace(self, drives=Drives(**scaled))
 
     def bandwidth(self, written_share: float) -> float:
         """Return this rank's drive bandwidth for a mix of reads and writes, in bytes per second.

@@ -81,9 +81,7 @@ ALONE = Network()
 """Collectives that take no time."""
 
 
-def network_of_rates(
-    nodes: int, ranks_per_node: int, *, network: float, within: float, gloo: bool, latency: float = 0.0
-) -> Network:
+def network_of_rates(nodes: int, ranks_per_node: int, *, network: float, within: float, gloo: bool) -> Network:
     """Return the collectives of rings over links of known bandwidth.
 
     Args:
@@ -92,12 +90,11 @@ def network_of_rates(
         network: Bandwidth of a node's network in each direction, in bytes per second. 0: takes no time.
         within: Bandwidth between the ranks of a node in each direction, in bytes per second. 0: takes no time.
         gloo: Whether collectives run on the CPU with gloo.
-        latency: Latency of a collective, in seconds.
     """
     rates = [rate for rate, used in ((network, nodes > 1), (within, ranks_per_node > 1)) if rate and used]
 
     def points(share: float, rate: float) -> Points:
-        return ((0.0, latency), (rate, latency + share)) if share and rate else ()
+        return ((0.0, 0.0), (rate, share)) if share and rate else ()
 
     everyone, local, reducing = ring_share(nodes * ranks_per_node), ring_share(ranks_per_node), 1.0 + gloo
     slowest = min(rates, default=0.0)

@@ -25,8 +25,7 @@ from infinity.config import Config, load_config
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.safetensors import FILE_BYTES
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.checkpoint_folders import Checkpoints, Record
-from infinity.integrations.scheduler_settings import restore_settings, settings_of
+from infinity.integrations.checkpoint_folders import Checkpoints, Record, restore_settings, settings_of
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.held import HeldCheckpoint, Seen, held, never_complete, problems, seen_in, usable
 from infinity.checkpoint.manifest import read_manifest
@@ -29,6 +31,7 @@ from infinity.integrations.run_folders import (
     put_back,
     set_aside,
 )
+from infinity.optim import optimizer_clone
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.store.folder import RunFolder
@@ -386,3 +389,21 @@ def _make_durable(folder: Path, record: Record | None) -> None:
     make_durable(folder)
     if record is not None:
         write_durably(folder / RECORD, json.dumps(record._asdict()).encode())
+
+
+# Settings of param groups, which a scheduler that is created after resuming would change #
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the settings of an optimizer's param groups."""
+    return [optimizer_clone.settings_of(group) for group in optimizer.param_groups]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Undo the changes that the constructor of a scheduler has made to the param groups since `settings_of`."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(value)  # a scheduler changes a tensor in place
+            else:
+                group[name] = value

@@ -20,8 +20,13 @@ from torch import nn
 import infinity
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
-from infinity.integrations.scheduler_settings import restore_settings, settings_of
+from infinity.integrations.checkpoint_folders import (
+    Checkpoints,
+    Record,
+    numbered_folders,
+    restore_settings,
+    settings_of,
+)
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 

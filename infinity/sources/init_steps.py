@@ -76,7 +76,7 @@ def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) ->
 def tie_targets(model: nn.Module) -> list[Holder]:
     """Return the slots whose own initial values transformers discards because it ties them to other slots."""
     found: list[Holder] = []
-    for root in _transformers_models(model):
+    for root in _outermost(model, _is_transformers):
         by_name = {
             _logical(name): (module, key)
             for prefix, module in root.named_modules(remove_duplicate=False)
@@ -310,27 +310,22 @@ class _Root:
 
 def _init_roots(model: nn.Module, twins: Twins) -> list[_Root]:
     """Return the outermost modules that have `_init_weights`, with the modules that they initialize."""
-    found: list[_Root] = []
+    roots = _outermost(model, lambda module: callable(getattr(type(module), "_init_weights", None)))
+    return [_transformers_root(root, twins) if _is_transformers(root) else _other_root(root) for root in roots]
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yield the modules for which `wanted` returns ``True``, except modules inside of them."""
     covered: set[int] = set()
     for module in model.modules():
-        if id(module) in covered or not callable(getattr(type(module), "_init_weights", None)):
-            continue
-        covered.update(map(id, module.modules()))
-        found.append(_transformers_root(module, twins) if _is_transformers(module) else _other_root(module))
-    return found
+        if id(module) not in covered and wanted(module):
+            covered.update(map(id, module.modules()))
+            yield module
 
 
 def _is_transformers(module: nn.Module) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
-def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
-    covered: set[int] = set()
-    for module in model.modules():
-        if id(module) not in covered and _is_transformers(module):
-            covered.update(map(id, module.modules()))
-            yield module
 
 
 def _other_root(root: nn.Module) -> _Root:

@@ -113,11 +113,9 @@ class Ledger:
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
         # Not protected by `_lock`: each of these cells has one writer at a time (see the class docstring).
-        self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
         self._copied = stats.counter("gather_copied_bytes_total")
         self._link = {way: stats.counter("link_bytes_total", direction=way) for way in LINK_DIRECTIONS}
         self._transferring = stats.counter("transfer_seconds_total")
-        self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
         self._stalls = {
             (phase, cause): stats.counter("stall_seconds_total", phase=phase, cause=cause)
             for phase in PHASES
@@ -128,30 +126,10 @@ class Ledger:
         self._parts = {part: stats.counter("step_part_seconds_total", part=part) for part in PARTS}
         self._pool_wait = stats.counter("cache_slot_wait_seconds_total")
         self._spared = stats.counter("prefetch_spared_bytes_total")
-        self._divergences = stats.counter("plan_divergences_total")
-        self._steps = stats.counter("steps_total")
-        self._skipped = stats.counter("steps_skipped_total")
-        self._step_duration = stats.histogram("step_duration_seconds")
-        self._last_step = stats.gauge("step_last_completed_timestamp_seconds")
-        self._updated = stats.counter("optimizer_updated_parameters_total")
-        self._checkpoint_duration = stats.histogram("checkpoint_duration_seconds")
-        self._last_checkpoint = stats.gauge("checkpoint_last_success_timestamp_seconds")
-        self._pool = {
-            status: stats.gauge("cache_slots", status=status) for status in ("free", "resident", "streaming", "writing")
-        }
-        self._loss = stats.gauge("training_loss")
-        self._tokens = stats.counter("training_tokens_total")
-        self._target_steps = stats.gauge("training_target_steps")
-        self._learning_rate = stats.gauge("training_learning_rate")
-        self._gradient_norm = stats.gauge("training_gradient_norm")
-        self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
-        self._predicted_link = {
-            way: stats.gauge("plan_predicted_link_bytes_per_step", direction=way) for way in LINK_DIRECTIONS
-        }
         self._planned: dict[str, int] = {}  # planned bytes per step, by ``read`` and ``write``; empty without a plan
         self._planned_link: dict[str, int] = {}  # planned bytes per step, by direction of the host-GPU link
         self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes per step added by activations
-        self._stats = stats  # error cells are looked up when an error occurs
+        self._stats = stats  # cells that change at most once per step, and those of errors, are looked up
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
         self._warned = False  # whether a divergence from the plan has been logged
@@ -233,7 +211,7 @@ class Ledger:
 
     def diverged(self, detail: str) -> None:
         """Record a divergence from the plan, and log the first one."""
-        self._divergences.add()
+        self._stats.counter("plan_divergences_total").add()
         if not self._warned:
             self._warned = True
             _log.warning(
@@ -244,25 +222,25 @@ class Ledger:
 
     def skipped(self) -> None:
         """Record a step that was skipped because the gradient norm was not finite."""
-        self._skipped.add()
+        self._stats.counter("steps_skipped_total").add()
 
     # Training metrics #
 
     def reported(self, loss: float | None, tokens: int, target_steps: int | None) -> None:
         """Record the number of tokens and, if they are not None, the loss and the number of steps to take."""
         if loss is not None:
-            self._loss.set(loss)
+            self._stats.gauge("training_loss").set(loss)
         if target_steps is not None:
-            self._target_steps.set(target_steps)
-        self._tokens.add(tokens)
+            self._stats.gauge("training_target_steps").set(target_steps)
+        self._stats.counter("training_tokens_total").add(tokens)
 
     def learned_at(self, rate: float) -> None:
         """Record the learning rate of the step."""
-        self._learning_rate.set(rate)
+        self._stats.gauge("training_learning_rate").set(rate)
 
     def clipped(self, norm: float) -> None:
         """Record the gradient norm before clipping."""
-        self._gradient_norm.set(norm)
+        self._stats.gauge("training_gradient_norm").set(norm)
 
     # Phases and steps #
 
@@ -318,9 +296,9 @@ class Ledger:
 
     def _publish(self) -> None:
         for op, nbytes in self._planned.items():
-            self._predicted[op].set(nbytes + self._activations[op])
+            self._stats.gauge("plan_predicted_bytes_per_step", op=op).set(nbytes + self._activations[op])
         for way, nbytes in self._planned_link.items():
-            self._predicted_link[way].set(nbytes + self._activations[way])
+            self._stats.gauge("plan_predicted_link_bytes_per_step", direction=way).set(nbytes + self._activations[way])
 
     def linked(self, to_device: int, from_device: int) -> None:
         """Record bytes copied to and from the device."""
@@ -352,14 +330,7 @@ class Ledger:
         record = StepRecord(
             step=step,
             seconds=seconds,
-            compute_seconds=spent["compute"],
-            collective_seconds=spent["collective"],
-            copy_seconds=spent["copy"],
-            update_seconds=spent["update"],
-            read_stall_seconds=spent["read_stall"],
-            write_stall_seconds=spent["write_stall"],
-            host_cache_stall_seconds=spent["host_cache_stall"],
-            python_seconds=spent["python"],
+            **{f"{part}_seconds": spent[part] for part in PARTS},
             transfer_seconds=self._moving - self._moving_before,
             read_bytes=moved["read"] - self._moved_before["read"],
             written_bytes=moved["write"] - self._moved_before["write"],
@@ -369,16 +340,16 @@ class Ledger:
         if self._timeline is not None:
             self._timeline.span("phase", f"step {step}", "", self._step_start, self._since)
         self._begin_step(moved)
-        self._steps.add()
-        self._step_duration.observe(seconds)
-        self._last_step.set(time.time())
-        self._updated.add(updated)
+        self._stats.counter("steps_total").add()
+        self._stats.histogram("step_duration_seconds").observe(seconds)
+        self._stats.gauge("step_last_completed_timestamp_seconds").set(time.time())
+        self._stats.counter("optimizer_updated_parameters_total").add(updated)
         for status, number in cache_slots.items():
-            self._pool[status].set(number)
+            self._stats.gauge("cache_slots", status=status).set(number)
         for role, nbytes in held.items():
-            self._held[role].set(nbytes)
+            self._stats.gauge("tier_used_bytes", tier="host", state=role).set(nbytes)
         for op, number in inflight.items():
-            self._inflight[op].set(number)
+            self._stats.gauge("io_inflight_requests", op=op).set(number)
         return record
 
     def restart_step(self) -> None:
@@ -396,8 +367,8 @@ class Ledger:
 
     def checkpointed(self, seconds: float) -> None:
         """Record a checkpoint that has become durable. `seconds` is its duration."""
-        self._checkpoint_duration.observe(seconds)
-        self._last_checkpoint.set(time.time())
+        self._stats.histogram("checkpoint_duration_seconds").observe(seconds)
+        self._stats.gauge("checkpoint_last_success_timestamp_seconds").set(time.time())
 
     @property
     def total_bytes(self) -> dict[str, int]:

@@ -77,7 +77,7 @@ def test_extras_match_pyproject(subtests: pytest.Subtests) -> None:
 def test_every_import_is_declared() -> None:
     """Imports are from the standard library, a declared dependency or a package of an extra."""
     declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}
-    assert declared == {"torch", "numpy", "fsspec", "xxhash", "safetensors", "psutil"}
+    assert declared == {"torch", "numpy", "fsspec", "xxhash", "safetensors"}
     known = {*declared, *OPTIONAL, *sys.stdlib_module_names, "infinity", "infinity_daemon", "infinity_tools"}
     daemon = modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")
     tools = modules(ROOT / "tools" / "infinity_tools", "infinity_tools")
@@ -96,7 +96,7 @@ def test_the_daemon_runs_without_torch(tmp_path: Path) -> None:
     assert required >= set(PROJECT["optional-dependencies"]["daemon"])
     others = {re.match(r"[\w-]+", one)[0] for one in {*PROJECT["dependencies"]} - required} | OPTIONAL
     hidden = others - {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in required}
-    assert {"torch", "psutil", "rich"} <= hidden
+    assert {"torch", "rich"} <= hidden
     drive = tmp_path / "drive"
     drive.mkdir()
     code = HIDE.replace(str(sorted(OPTIONAL)), str(sorted(hidden)))

@@ -405,7 +405,7 @@ DEEPSPEED = [
     deepspeed('{"aio": {"x": ' + "[" * 100 + "]" * 100 + "}}", "nested"),
     deepspeed('{"tensorboard": "\\ud800"}', "ud800"),
     deepspeed('{"zero_optimization": 3}', "zero_optimization = 3", "object"),
-    deepspeed('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage = 5", "0, 1, 2 or 3"),
+    deepspeed('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage = 5", "maximum of 3"),
     deepspeed('{"zero_optimization": {"offload_param": {"device": "disk"}}}', "'disk'", "'none', 'cpu', 'nvme'"),
     deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": " "}}}', "nvme_path = ' '", "path"),
     deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": "a\\u0000"}}}', "zero byte"),

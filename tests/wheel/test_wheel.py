@@ -118,7 +118,7 @@ def test_the_wheel_metadata_is_correct(metadata: Message) -> None:
     assert metadata["Author"] == "The infinity authors"
     always = [line for line in metadata.get_all("Requires-Dist", ()) if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line)[0] for line in always}
-    assert names == {"torch", "numpy", "fsspec", "xxhash", "safetensors", "psutil"}
+    assert names == {"torch", "numpy", "fsspec", "xxhash", "safetensors"}
 
 
 def test_the_library_runs_without_extras(bare: Environment, work_folder: Path) -> None:

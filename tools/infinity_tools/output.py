@@ -26,6 +26,16 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable by this user; choose a different one")
 
 
+def make_out(out: Path) -> None:
+    """Create the folder. Raises `ConfigError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
+        ) from error
+
+
 @contextmanager
 def without_leftovers(made: Sequence[Path]) -> Iterator[None]:
     """Remove the folders that were created for a command, the innermost first, if they are empty at its end."""

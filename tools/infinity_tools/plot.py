@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -32,7 +31,6 @@ _BARS = 100
 def write_picture(out: Path, summary: dict[str, Any]) -> None:
     """Write `summary.png` from the content of `summary.json`, atomically. Raises `OSError`."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     records = summary["step_records"]
     _loss(left, summary["losses"], summary["eval_losses"])

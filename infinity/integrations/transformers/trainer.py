@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity import torch_private
 from infinity.checkpoint.publish import list_checkpoints
@@ -26,10 +28,14 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError, Unsuppo
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs, keep_tokenizer
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.checkpoint_folders import Checkpoints, Record, numbered_folders
-from infinity.integrations.scheduler_settings import restore_settings, settings_of
+from infinity.integrations.checkpoint_folders import (
+    Checkpoints,
+    Record,
+    numbered_folders,
+    restore_settings,
+    settings_of,
+)
 from infinity.integrations.transformers import unsupported_arguments
-from infinity.integrations.transformers.reference_models import sync_from_shards
 from infinity.models.sharding import register_generate
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
@@ -361,7 +367,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             InfinityError: if the run has already started from a different state.
         """
         unsupported_arguments.check(self)
-        sync_from_shards(self)
+        _sync_from_shards(self)
         if _with_limit(self._infinity.settings, self.args) != self._infinity.settings:
             raise ConfigError(
                 "save_strategy or save_total_limit was changed after attach(), which reserves the space for "
@@ -447,3 +453,23 @@ def reshard(model: Any) -> None:
     for module in model.modules():
         if torch_private.is_sharded_module(module):
             module.reshard()
+
+
+def _sync_from_shards(trainer: Any) -> None:
+    """Let TRL's `SyncRefModelCallback` (`sync_ref_model`) read sharded weights.
+
+    The callback itself adds a parameter of the model to one of the reference model, which fails for a DTensor.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ == "SyncRefModelCallback":
+            callback.sync_target_model = _mix
+
+
+@torch.no_grad()
+def _mix(model: nn.Module, target: nn.Module, alpha: float) -> None:
+    """Move the weights of `target` towards those of `model`, one full parameter at a time, with TRL's arithmetic."""
+    for other, param in zip(target.parameters(), model.parameters(), strict=True):
+        own: torch.Tensor = param.detach()
+        if isinstance(own, DTensor) and not isinstance(other, DTensor):
+            own = own.full_tensor()
+        other.data.mul_(1.0 - alpha).add_(own, alpha=alpha)

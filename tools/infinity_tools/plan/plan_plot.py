@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from infinity.estimate.estimate import STORAGE, Estimate
@@ -16,7 +15,6 @@ _COLOURS = {"read": "#ee6677", "written": "#ccbb44", "stays": "#4477aa", "lives"
 
 def figure(found: Estimate) -> Figure:
     drawn = Figure(figsize=(13, 4.4), layout="constrained")
-    FigureCanvasAgg(drawn)
     causes, tokens, state = drawn.subplots(1, 3)
     _causes(causes, found)
     _tokens(tokens, found)

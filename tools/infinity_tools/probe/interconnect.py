@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -128,37 +129,31 @@ def _collectives(device: str, nodes: int, per_node: int) -> Iterator[tuple[str, 
     average = dist.ReduceOp.AVG
     mesh = init_device_mesh(device, (nodes, per_node), mesh_dim_names=("replicate", "shard"))
 
-    def gathers(group: Any) -> Collective:
-        def collective(nbytes: int) -> Callable[[], object]:
-            shard = torch.ones(-(-nbytes // 2 // group.size()), dtype=torch.bfloat16, device=device)
-            full = shard.new_empty(shard.numel() * group.size())
-            return lambda: DefaultAllGather()(full, shard, group)
+    def ones(nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(-(-nbytes // dtype.itemsize // size), dtype=dtype, device=device)
 
-        return collective
+    def gathers(group: Any, nbytes: int) -> Callable[[], object]:
+        shard = ones(nbytes, group.size(), torch.bfloat16)
+        full = shard.new_empty(shard.numel() * group.size())
+        return lambda: DefaultAllGather()(full, shard, group)
 
-    def reduces(group: Any) -> Collective:
-        def collective(nbytes: int) -> Callable[[], object]:
-            shard = torch.ones(-(-nbytes // 4 // group.size()), device=device)
-            full = shard.new_ones(shard.numel() * group.size())
-            return lambda: DefaultReduceScatter()(shard, full, group, average)
+    def reduces(group: Any, nbytes: int) -> Callable[[], object]:
+        shard = ones(nbytes, group.size())
+        full = shard.new_ones(shard.numel() * group.size())
+        return lambda: DefaultReduceScatter()(shard, full, group, average)
 
-        return collective
-
-    def all_reduces(group: Any) -> Collective:
-        def collective(nbytes: int) -> Callable[[], object]:
-            shard = torch.ones(-(-nbytes // 4 // per_node), device=device)
-            return lambda: dist.all_reduce(shard, average, group)
-
-        return collective
+    def all_reduces(group: Any, nbytes: int) -> Callable[[], object]:
+        shard = ones(nbytes, per_node)
+        return lambda: dist.all_reduce(shard, average, group)
 
     everyone = dist.group.WORLD
-    yield "all_gather", gathers(everyone)
-    yield "reduce_scatter", reduces(everyone)
+    yield "all_gather", partial(gathers, everyone)
+    yield "reduce_scatter", partial(reduces, everyone)
     if nodes > 1 and per_node > 1:
-        yield "node_all_gather", gathers(mesh.get_group("shard"))
-        yield "node_reduce_scatter", reduces(mesh.get_group("shard"))
+        yield "node_all_gather", partial(gathers, mesh.get_group("shard"))
+        yield "node_reduce_scatter", partial(reduces, mesh.get_group("shard"))
     if nodes > 1:
-        yield "all_reduce", all_reduces(mesh.get_group("replicate"))
+        yield "all_reduce", partial(all_reduces, mesh.get_group("replicate"))
 
 
 def _timed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from infinity.io.probe.points import Load, Measurement
@@ -16,7 +15,6 @@ def figure(report: Report) -> Figure:
     """Draw one row per folder, with a column for each load, for latency and, if measured, for sustained writes."""
     columns = len(Load) + 1 + bool(report.sustained)
     drawn = Figure(figsize=(4 * columns, 3.6 * len(report.together)), layout="constrained")
-    FigureCanvasAgg(drawn)
     grid = drawn.subplots(len(report.together), columns, squeeze=False)
     for row, (path, measurements) in zip(grid, report.together.items(), strict=True):
         for axes, load in zip(row, Load, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 
 from infinity.daemon_client import NodeDaemon
@@ -11,7 +12,7 @@ from infinity.io.probe.points import MARGIN, Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained, sustain
 from infinity.io.probe.targets import Target, check_targets
 from infinity.units import format_size
-from infinity_tools.probe.probe_report import Ask, Report
+from infinity_tools.probe.probe_report import Ask, DaemonRecord, Found, Report
 from infinity_tools.probe.recommendation import (
     ROUNDS,
     Choice,
@@ -23,7 +24,6 @@ from infinity_tools.probe.recommendation import (
     usual_size,
 )
 from infinity_tools.probe.shown import Bar
-from infinity_tools.probe.stored_results import end_measuring, tell_daemon
 
 
 def check(ask: Ask) -> None:
@@ -56,7 +56,8 @@ def probe_all(ask: Ask, view: Bar) -> Report:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
 
     daemon = NodeDaemon(ask.runtime)
-    end_measuring(daemon, ask.paths)
+    # The daemon stops its own measurements of drives whose profiles are requested.
+    daemon.ask("bandwidth", paths=[str(Path(path).resolve()) for path in ask.paths])
     with open_bench(ask.paths, ask.points, file_bytes=ask.file_bytes, engine=ask.engine, on_filled=filled) as bench:
         work = _Work(ask, view, bench)
         together = work.measured(ask.points)
@@ -72,7 +73,7 @@ def probe_all(ask: Ask, view: Bar) -> Report:
         choice=choice,
         sustained=sustained,
         written={path: size + (sustained[path].written if sustained else 0) for path, size in written.items()},
-        kept=tell_daemon(daemon, together, alone),
+        kept=_tell_daemon(daemon, together, alone),
     )
 
 
@@ -142,3 +143,29 @@ def _sustained(ask: Ask, view: Bar, choice: Choice) -> dict[str, Sustained]:
         engine=choice.engine,
         on_progress=lambda written, seconds: view.writes_on(sum(written.values()), seconds),
     )
+
+
+def _tell_daemon(daemon: NodeDaemon, together: Found, alone: Found) -> DaemonRecord:
+    """Report to the daemon the best result for each I/O workload. Return whether it stored all of them."""
+    asked = [_best_rates(together), *(_best_rates({path: found}) for path, found in alone.items())]
+    answers = [daemon.ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
+    if answers and all(answers):
+        return DaemonRecord(done=True, says="infinityd stored the result for use by runs and `infinity status`")
+    if daemon.ask("state") is None:
+        return DaemonRecord(
+            done=False,
+            says="the result was not stored, because no infinityd of this user or root is running on this node",
+        )
+    return DaemonRecord(done=False, says="infinityd did not store the result; see its log for the reason")
+
+
+def _best_rates(found: Found) -> dict[str, dict[str, float]]:
+    """Return the best throughput for each load in bytes per second, by folder."""
+    rates: dict[str, dict[str, float]] = {}
+    for path, measurements in found.items():
+        best = rates.setdefault(str(Path(path).resolve()), {})
+        for one in measurements:
+            if one.bytes_per_second > 0:
+                load = one.point.load.value
+                best[load] = max(best.get(load, 0.0), one.bytes_per_second)
+    return rates

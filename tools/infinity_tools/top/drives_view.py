@@ -8,10 +8,9 @@ from rich.text import Text
 
 from infinity.telemetry.trees import Tree
 from infinity.units import format_size
-from infinity_tools.top.columns import Column, fitting, headings, row
 from infinity_tools.top.minute import buckets
 from infinity_tools.top.reading import figure, word
-from infinity_tools.top.table_cells import UNKNOWN, curve, percent, rates, whole
+from infinity_tools.top.table_cells import UNKNOWN, Column, curve, fitting, headings, percent, rates, row, whole
 from infinity_tools.top.view_state import State
 
 _MOST_NAME: Final = 16

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from infinity.telemetry.trees import Tree
 from infinity.untrusted_files import user_name
-from infinity_tools.top.columns import Column, fitting, headings, line, row
 from infinity_tools.top.reading import (
     bytes_per_second,
     entries,
@@ -23,7 +22,22 @@ from infinity_tools.top.reading import (
     word,
     words,
 )
-from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
+from infinity_tools.top.table_cells import (
+    Column,
+    ago,
+    bar,
+    decimal,
+    filled,
+    fitting,
+    headings,
+    legend,
+    line,
+    number,
+    percent,
+    rates,
+    row,
+    whole,
+)
 from infinity_tools.top.view_state import State
 
 Bars = Literal["all", "runs", "chosen", "none"]

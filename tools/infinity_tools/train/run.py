@@ -30,7 +30,7 @@ from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size
 from infinity_tools.measure import report
-from infinity_tools.output import without_leftovers
+from infinity_tools.output import make_out, without_leftovers
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype
 from infinity_tools.progress import View, open_view, short
@@ -459,15 +459,10 @@ def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
 
 def _with_folders(out: Path, settings: Config) -> Config:
     """Create the output folder, and a folder for the state if none is set."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if settings.storage.paths:
-            return settings
-        (out / "nvme").mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
-        ) from error
+    make_out(out)
+    if settings.storage.paths:
+        return settings
+    make_out(out / "nvme")
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 

@@ -107,12 +107,10 @@ def write_results(
 
 def _figure(summary: Mapping[str, Any], trials: Sequence[Trial]) -> Figure:
     """Draw the best candidate over time and the effect of each value."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = summary["effects"]
     figure = Figure(figsize=(12, max(4.2, 1.2 + 0.24 * len(rows))), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_time(left, trials)
     _draw_effects(right, rows, summary["noise"])

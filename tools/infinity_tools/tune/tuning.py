@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
 from infinity.untrusted_files import why_not_written
-from infinity_tools.output import check_out, without_leftovers, write_out
+from infinity_tools.output import check_out, make_out, without_leftovers, write_out
 from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
 from infinity_tools.toml import settings_toml
@@ -106,7 +106,13 @@ class Tuning:
         with ExitStack() as stack:
             made = [folder for folder in (self._out, *self._out.parents) if not os.path.lexists(folder)]
             stack.enter_context(without_leftovers(made))
-            _make(self._out)
+            check_out(self._out)
+            make_out(self._out)
+            for name in FILES:
+                if why := why_not_written(self._out / name):
+                    raise ConfigError(
+                        f"--out {str(self._out)!r}: {name} cannot be written, because {why}; choose another folder"
+                    )
             stop = stack.enter_context(
                 StopRequest("" if self._json else "stopping; press Ctrl-C again to stop immediately")
             )
@@ -200,17 +206,3 @@ class Tuning:
         for name in FILES[1:]:
             (self._out / name).unlink(missing_ok=True)
         return f"wrote {self._out / SETTINGS} with {describe(changes(best, self._plan.start))}"
-
-
-def _make(out: Path) -> None:
-    """Create the output folder. Raises `ConfigError` if it cannot be created, or a file cannot be written to it."""
-    check_out(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
-        ) from error
-    for name in FILES:
-        if why := why_not_written(out / name):
-            raise ConfigError(f"--out {str(out)!r}: {name} cannot be written, because {why}; choose another folder")
