@@ -53,7 +53,7 @@ class UnknownKey(Mismatch):
     def __init__(self, value: Any, key: str, known: Collection[str]) -> None:
         self.key, self.known = key, known
         listed = ", ".join(known) or "none"
-        super().__init__(value, f"has the unknown key {brief(key)}{_nearest(key, known)} (known: {listed})")
+        super().__init__(value, f"has the unknown key {brief(key)}{did_you_mean(key, known)} (known: {listed})")
 
 
 def at(place: object, rule: Rule, value: Any) -> Any:
@@ -65,9 +65,9 @@ def at(place: object, rule: Rule, value: Any) -> Any:
         raise
 
 
-def _nearest(value: Any, known: Collection[str]) -> str:
+def did_you_mean(value: Any, known: Collection[str], cutoff: float = 0.6) -> str:
     """Return ``; did you mean X?`` if a known string is similar to the value, otherwise an empty string."""
-    near = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value[:80], known, n=1, cutoff=cutoff) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -164,7 +164,7 @@ def one_of(*values: str) -> Rule:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in values:
-            raise Mismatch(value, f"is not one of {', '.join(map(repr, values))}{_nearest(value, values)}")
+            raise Mismatch(value, f"is not one of {', '.join(map(repr, values))}{did_you_mean(value, values)}")
         return value
 
     return check

@@ -268,22 +268,16 @@ class Estimate:
         """Paged activations."""
         return _activations(self.model, self.workload, self.settings, self.budget)
 
-    @property
-    def bandwidth(self) -> float:
-        """Drive bandwidth of this rank for its mix of reads and writes, in bytes per second."""
-        return self._bandwidth(self.traffic)
-
     def _bandwidth(self, traffic: Traffic) -> float:
+        """Return the drive bandwidth of this rank for its mix of reads and writes, in bytes per second."""
         total = traffic.total_bytes
         return self.machine.bandwidth(traffic.written_bytes / total if total else 0.5)
 
     @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of weights that are gathered per step. Weights that are gathered twice count twice."""
-        by_fsdp_module: Counter[int] = Counter()
-        for page in self.layout.pages:
-            by_fsdp_module[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
-        return sum(by_fsdp_module[event.fsdp_module] for event in self.events if event.kind is EventKind.GATHER)
+        weights = _weight_bytes(self.layout)
+        return sum(weights[event.fsdp_module] for event in self.events if event.kind is EventKind.GATHER)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -389,11 +383,6 @@ class Estimate:
         """Seconds per step to copy pages that are updated on the device to it, and seconds to copy them back."""
         traffic, link = self.link_traffic, self.machine.device.link
         return (traffic.read / link, traffic.changed / link) if link else (0.0, 0.0)
-
-    @property
-    def passes(self) -> int:
-        """Number of forward and backward passes through the whole model per step."""
-        return self.workload.passes
 
     @property
     def _trained(self) -> float:
@@ -707,6 +696,14 @@ class Exchange:
         return self.gathering + self.reducing
 
 
+def _weight_bytes(layout: Layout) -> Counter[int]:
+    """Return the bytes of this rank's weights, by FSDP module."""
+    found = Counter[int]()
+    for page in layout.pages:
+        found[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
+    return found
+
+
 def _exchange(model: ModelShape, work: Workload, network: Network, layout: Layout, events: Sequence[Event]) -> Exchange:
     """Return the collectives of a step: all-gathers of weights, and reductions of gradients in fp32.
 
@@ -715,9 +712,7 @@ def _exchange(model: ModelShape, work: Workload, network: Network, layout: Layou
     """
     if work.world_size == 1:
         return Exchange(gathering=0.0, reducing=0.0, sent=0.0)
-    weights = Counter[int]()
-    for page in layout.pages:
-        weights[page.fsdp_module] += page.nbytes * work.shards if page.role is Role.PARAM else 0
+    weights = Counter({number: work.shards * nbytes for number, nbytes in _weight_bytes(layout).items()})
     gradients = {number: ITEMSIZE["float32"] * one.trained for number, one in enumerate(model.fsdp_modules)}
     if work.replicas == 1:
         gathering, reducing = ["all_gather"], ["reduce_scatter"]

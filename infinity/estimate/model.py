@@ -214,8 +214,7 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     return ModelShape(
         name=f"{layers}-layer decoder",
         root=FSDPModuleShape(
-            name="root",
-            parameters=(embedding, ParameterShape(name="norm", shape=(hidden,)), *([] if tied else [head])),
+            name="root", parameters=(embedding, ParameterShape(name="norm", shape=(hidden,)), *([] if tied else [head]))
         ),
         layers=tuple(
             FSDPModuleShape(

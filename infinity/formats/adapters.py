@@ -104,10 +104,6 @@ class Adapter:
     parameters.
     """
 
-    @property
-    def tree(self) -> dict[str, Any]:
-        return {"name": self.name, "config": self.config, "tensors": self.tensors}
-
 
 def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
     """Return the adapters of a sharded model, or an empty tuple without PEFT. No values are read."""

@@ -11,7 +11,7 @@ import logging
 import stat
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -193,7 +193,7 @@ def keep_tokenizer(checkpoints: Path, tokenizer: Any) -> None:
 
 def _keep_adapters(folder: Path, model: nn.Module) -> None:
     try:
-        tree = {"adapters": [adapter.tree for adapter in adapters_of(model)]}
+        tree = {"adapters": [asdict(adapter) for adapter in adapters_of(model)]}
         write_durably(folder / _ADAPTERS, json.dumps(tree).encode())
     except OSError:
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class QuantizedLinear(nn.Linear):
         names, context = quantized.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(quantized, name) for name in names}
         self._made_of = {name: (part.dtype, part.shape) for name, part in inner.items()}
-        self._unflatten = _Unflatten(type(quantized), context, quantized.shape, quantized.stride())
+        self._unflatten = partial(_unflatten, type(quantized), context, quantized.shape, quantized.stride())
         for name, part in self.parts(quantized).items():
             self.register_parameter(name, nn.Parameter(part.to("meta") if on_meta else part, requires_grad=False))
         bias = made_from.bias
@@ -114,16 +115,13 @@ class _ToLookAt(torch.Tensor):
         )
 
 
-class _Unflatten:
-    """Reassembles and dequantizes a quantized weight."""
-
-    def __init__(self, cls: type[Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> None:
-        self._cls, self._context, self._size, self._stride = cls, context, size, stride
-
-    def __call__(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        made = self._cls.__tensor_unflatten__(dict(inner), self._context, self._size, self._stride)
-        found: torch.Tensor = made.get_original_weight() if hasattr(made, "get_original_weight") else made.dequantize()
-        return found
+def _unflatten(
+    cls: type[Any], context: Any, size: torch.Size, stride: tuple[int, ...], inner: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Reassemble and dequantize a quantized weight."""
+    made = cls.__tensor_unflatten__(inner, context, size, stride)
+    found: torch.Tensor = made.get_original_weight() if hasattr(made, "get_original_weight") else made.dequantize()
+    return found
 
 
 class _Product(torch.autograd.Function):

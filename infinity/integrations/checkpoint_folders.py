@@ -159,11 +159,7 @@ class Checkpoints:
         self._step = paged.steps  # step of that checkpoint
 
     def save(
-        self,
-        what: str,
-        folder: Path | None,
-        write: Callable[[], Path],
-        prefer: Callable[[], Sequence[int]] = tuple,
+        self, what: str, folder: Path | None, write: Callable[[], Path], prefer: Callable[[], Sequence[int]] = tuple
     ) -> Path:
         """Let a framework write its folder, and then save a checkpoint. All ranks must call this method together.
 

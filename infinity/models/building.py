@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.formats.weight_files import check_not_quantized
 from infinity.optional_dependencies import needs
+from infinity.schema import did_you_mean
 
 Dtype = torch.dtype | str
 """Dtype of parameters: a torch dtype, its name, or ``"auto"`` for the dtype in the configuration (fp32 if it specifies
@@ -102,10 +102,8 @@ def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any
     elif isinstance(wanted, str):
         cls = getattr(transformers, wanted, None)
         if cls is None:
-            near = difflib.get_close_matches(wanted, [n for n in dir(transformers) if n.startswith("Auto")], n=1)
-            raise ConfigError(
-                f"auto_class={wanted!r} is not a transformers class{f'; did you mean {near[0]}?' if near else ''}"
-            )
+            hint = did_you_mean(wanted, [name for name in dir(transformers) if name.startswith("Auto")])
+            raise ConfigError(f"auto_class={wanted!r} is not a transformers class{hint}")
     if is_auto(cls):
         remote = trust and cls.__name__ in (getattr(config, "auto_map", None) or {})
         if not remote and type(config) not in cls._model_mapping:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from infinity.errors import ConfigError
 from infinity.formats.weight_files import INDEX, SINGLE, WeightFiles, check_not_quantized, read_index
 from infinity.models.building import one_line
 from infinity.optional_dependencies import needs
+from infinity.schema import did_you_mean
 
 
 def find_config(
@@ -47,8 +47,7 @@ def find_config(
     except Exception as error:  # the Hub or a malformed file may raise an exception of any type
         raise ConfigError(f"{_where(name)}: {one_line(error)}") from error
     if wrong := sorted(unused.keys() & values.keys()):
-        near = difflib.get_close_matches(wrong[0], config.to_dict(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(wrong[0], config.to_dict())
         raise ConfigError(f"{wrong[0]} is neither an entry of {type(config).__name__} nor an argument{hint}")
     return config
 

@@ -146,11 +146,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank("io_inflight_requests", "gauge", "Page transfers in flight at the end of the last step.", _OP),
     _rank("tier_used_bytes", "gauge", "Bytes of training state stored in a tier.", _TIER, _ROLE),
     _rank("tier_capacity_bytes", "gauge", "Capacity of a tier for this rank, in bytes.", _TIER),
-    _rank(
-        "gather_copied_bytes_total",
-        "counter",
-        "Bytes of weights copied into FSDP2's all-gather buffers.",
-    ),
+    _rank("gather_copied_bytes_total", "counter", "Bytes of weights copied into FSDP2's all-gather buffers."),
     _rank(
         "link_bytes_total",
         "counter",
@@ -193,12 +189,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counter",
         "Completed steps whose update was skipped because the gradient norm was not finite.",
     ),
-    _rank(
-        "step_duration_seconds",
-        "histogram",
-        "Duration of an optimizer step, in seconds.",
-        buckets=_STEP_BUCKETS,
-    ),
+    _rank("step_duration_seconds", "histogram", "Duration of an optimizer step, in seconds.", buckets=_STEP_BUCKETS),
     _rank(
         "step_part_seconds_total",
         "counter",
@@ -300,12 +291,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "device_free_bytes", "gauge", "Bytes available to unprivileged users on the file systems of a drive.", _DEVICE
     ),
-    _daemon(
-        "device_reserved_bytes",
-        "gauge",
-        "Bytes on a drive that are currently reserved by ranks.",
-        _DEVICE,
-    ),
+    _daemon("device_reserved_bytes", "gauge", "Bytes on a drive that are currently reserved by ranks.", _DEVICE),
     _daemon(
         "device_stale_runs",
         "gauge",

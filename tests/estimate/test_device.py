@@ -221,7 +221,7 @@ def test_machine_without_a_link_uses_three_resources() -> None:
     found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, call_seconds=0.0))
     seconds = found.seconds
     alone = Simulation(found.plan, found.layout, threaded=True).seconds(
-        bandwidth=found.bandwidth,
+        bandwidth=found._bandwidth(found.traffic),
         computation=seconds.computation.busy,
         resources=OtherResources(updates=seconds.updates.busy),
     )

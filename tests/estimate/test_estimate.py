@@ -101,7 +101,7 @@ def test_storage_is_hidden_from_the_predicted_batch_size() -> None:
 def test_micro_batch_loop_reads_weights_per_micro_batch() -> None:
     loop = replace(WORK, micro_batches=4, layer_major=False)
     found, layers = planned(work=loop), planned(work=replace(loop, layer_major=True))
-    assert found.passes == 4
+    assert found.workload.passes == 4
     assert found.traffic.total_bytes > 2 * layers.traffic.total_bytes
     assert found.update_schedule == "in_forward"
 

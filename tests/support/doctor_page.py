@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from infinity_tools.doctor.check_groups import GROUPS
+from infinity_tools.doctor.doctor_command import GROUPS, shown
 from infinity_tools.doctor.finding import Check, Finding, Group, Status
-from infinity_tools.doctor.show import shown
 from infinity_tools.doctor.world import Folder, World
 
 _HEAD = """# infinity doctor

@@ -10,8 +10,8 @@ import pytest
 
 import infinity
 from infinity.daemon_client import NodeDaemon
-from infinity_tools.doctor import check_groups, doctor_command
-from infinity_tools.doctor.check_groups import GROUPS
+from infinity_tools.doctor import doctor_command
+from infinity_tools.doctor.doctor_command import GROUPS
 from infinity_tools.doctor.finding import Finding, Group, Status, check, ok, problem
 from infinity_tools.doctor.world import World
 from support.command import Finished, run_here
@@ -117,7 +117,7 @@ def test_failing_or_hanging_check_becomes_warning(monkeypatch: pytest.MonkeyPatc
         """Report a problem."""
         return problem("bad", "do it")
 
-    monkeypatch.setattr(check_groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
+    monkeypatch.setattr(doctor_command, "GROUPS", (Group("Part", (fails, hangs, works)),))
     done = run_here("doctor", ".", "--json")
     ended.set()
     first, second, third = json.loads(done.output)
@@ -131,7 +131,7 @@ def test_checks_work_without_proc_and_sys(tmp_path: Path) -> None:
     """Every check still returns a value and, unless it is ok, a fix."""
     (tmp_path / "root").mkdir()
     here = World.of([str(tmp_path)], tmp_path / "runtime", tmp_path / "root")
-    for _, findings in check_groups.look(here):
+    for _, findings in doctor_command.look(here):
         assert findings
         assert all(one.value and bool(one.fix) == (one.status is not Status.OK) for one in findings), findings
 

@@ -34,8 +34,7 @@ _SILENCE_SECONDS = RunConfig().heartbeat_timeout_seconds
 
 def export(
     paths: Annotated[
-        list[str],
-        typer.Argument(help="The folders in storage.paths, in the same order, or the address in run.mirror."),
+        list[str], typer.Argument(help="The folders in storage.paths, in the same order, or the address in run.mirror.")
     ],
     out: Annotated[Path, typer.Option(help="New folder to write to.")],
     to: Annotated[
@@ -71,8 +70,7 @@ def export(
         ),
     ] = "",
     model_config: Annotated[
-        Path | None,
-        typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]"),
+        Path | None, typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
@@ -217,8 +215,7 @@ def _write(
     console.print(report, soft_wrap=True, markup=False)
     if to == "safetensors" and not {out / "config.json", out / ADAPTER_CONFIG} & {*written}:
         console.print(
-            "no config.json was written because the checkpoint has none; pass one with --model-config",
-            style="yellow",
+            "no config.json was written because the checkpoint has none; pass one with --model-config", style="yellow"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from infinity.errors import ConfigError
 from infinity.models import hub, sharding
 from infinity.models.building import attention_of, build, one_line
 from infinity.processor import multiplies_bf16
+from infinity.schema import did_you_mean
 from infinity.units import MIB, format_size
 
 _CONFIG_LIMIT = 16 * MIB
@@ -104,11 +104,9 @@ def find_model(name: str, *, download: bool = False) -> ModelSource:
     if not (os.path.isfile(path) or os.path.isdir(path)):
         cached = _from_hub(name) if download else _in_cache(name)
         if cached is None:
-            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model "
-                f"{'on the Hub' if download else 'in the Hub cache'}{hint}"
+                f"{'on the Hub' if download else 'in the Hub cache'}{did_you_mean(name, PRESETS, 0.4)}"
             )
         path = cached
     if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:

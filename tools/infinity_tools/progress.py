@@ -9,15 +9,7 @@ from typing import ClassVar
 
 from rich.console import Console
 from rich.highlighter import RegexHighlighter
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TransferSpeedColumn
 
 from infinity.units import format_number
 

@@ -61,8 +61,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
             state = f"[green]live[/], {holder}" if run.owner else "ended"
             facts = [_counted(run.ranks, "rank"), *([f"{short(run.parameters)} parameters"] if run.parameters else [])]
             console.print(
-                f"[bold]{run.run_id}[/]  {state}  {format_size(run.nbytes)} on disk  {', '.join(facts)}",
-                soft_wrap=True,
+                f"[bold]{run.run_id}[/]  {state}  {format_size(run.nbytes)} on disk  {', '.join(facts)}", soft_wrap=True
             )
             console.print(_table(run) if run.checkpoints else "  no checkpoint")
 
@@ -286,14 +285,12 @@ def _waste(item: Waste) -> dict[str, Any]:
 @app.command(cls=Command)
 def rm(
     arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH... RUN...", help="Folders, and the ids of runs in them."),
+        list[str], typer.Argument(metavar="PATH... RUN...", help="Folders, and the ids of runs in them.")
     ],
     ended: Annotated[
         bool,
         typer.Option(
-            "--ended",
-            help="Remove all runs that no process has open, finished or interrupted, with their checkpoints.",
+            "--ended", help="Remove all runs that no process has open, finished or interrupted, with their checkpoints."
         ),
     ] = False,
     yes: _YES = False,

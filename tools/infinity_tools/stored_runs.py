@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.checkpoint.held import HeldCheckpoint, HeldParity
-from infinity.checkpoint.manifest import (
-    CheckpointName,
-    Manifest,
-    Published,
-    left_over,
-    published_in,
-    read_manifest,
-)
+from infinity.checkpoint.manifest import CheckpointName, Manifest, Published, left_over, published_in, read_manifest
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.checkpoint.parity import Parity, parities_in, read_index, verify
 from infinity.checkpoint.parts import located, named, replicas

@@ -427,8 +427,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         access = open_files(folder, ranks, checkpoint)
         try:
             ranks.together(
-                "reading the best weights",
-                lambda: self._take_over(CheckpointReader(folder, checkpoint, access=access)),
+                "reading the best weights", lambda: self._take_over(CheckpointReader(folder, checkpoint, access=access))
             )
         finally:
             access.close()

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import json as json_format
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.console import Group as RenderableGroup
+from rich.table import Table
+from rich.text import Text
 
 from infinity.cli_errors import Version
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
-from infinity_tools.doctor.check_groups import Part, look
-from infinity_tools.doctor.finding import Finding, Status, worst
-from infinity_tools.doctor.show import shown, summary
+from infinity_tools.doctor.accelerator import ACCELERATOR
+from infinity_tools.doctor.daemon_check import NODE
+from infinity_tools.doctor.finding import Finding, Group, Status, worst
+from infinity_tools.doctor.memory import MEMORY
+from infinity_tools.doctor.software import ENGINE, PROCESSOR, SOFTWARE
+from infinity_tools.doctor.storage import STORAGE
 from infinity_tools.doctor.world import World
 
 _EXIT = {Status.OK: 0, Status.NOTE: 0, Status.WARNING: 1, Status.PROBLEM: 2}
+STYLES: Final[Mapping[Status, str]] = {
+    Status.OK: "green",
+    Status.NOTE: "cyan",
+    Status.WARNING: "yellow",
+    Status.PROBLEM: "bold red",
+}
+_NAMES: Final = 17  # columns; the length of the longest check name
+GROUPS: Final[tuple[Group, ...]] = (SOFTWARE, PROCESSOR, MEMORY, ENGINE, STORAGE, NODE, ACCELERATOR)
+"""All checks in display order. Slow checks come last."""
+
+Part = tuple[str, list[Finding]]
+"""Title of a part of the output, and its findings."""
 
 
 def doctor(
@@ -87,3 +105,40 @@ def _next(parts: Iterator[Part], *, silent: bool) -> Part | None:
         return next(parts, None)
     with console.status("checking"):  # the status line ends before the part is printed to stdout
         return next(parts, None)
+
+
+def look(world: World) -> Iterator[Part]:
+    """Run all checks, and yield each part as soon as its checks have finished."""
+    for group in GROUPS:
+        yield from group.look(world)
+
+
+def shown(title: str, findings: Sequence[Finding]) -> RenderableGroup:
+    """Return findings as lines with status, check name and observed state, each followed by a fix if there is one."""
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines.add_column(width=max(map(len, Status)), no_wrap=True)
+    lines.add_column(width=_NAMES, no_wrap=True)
+    lines.add_column(overflow="fold")
+    for one in findings:
+        lines.add_row(
+            Text(one.status, STYLES[one.status]), Text(one.check), Text(one.value)
+        )  # Text does not interpret markup
+        if one.fix:
+            lines.add_row("", "", Text(f"fix: {one.fix}", "dim"))
+    return RenderableGroup("", Text(title, "bold", overflow="fold"), lines)
+
+
+def summary(counts: Mapping[Status, int]) -> RenderableGroup:
+    """Return the last line of the output: the number of findings by status, and their consequence."""
+    words = [
+        f"{counts[status]} {status}{'s' if counts[status] > 1 else ''}"
+        for status in (Status.PROBLEM, Status.WARNING, Status.NOTE)
+        if counts.get(status)
+    ]
+    if counts.get(Status.PROBLEM):
+        means, style = "training does not work until the problems are fixed", STYLES[Status.PROBLEM]
+    elif counts.get(Status.WARNING):
+        means, style = "training works, but more slowly or not in every case", STYLES[Status.WARNING]
+    else:
+        means, style = "training works", STYLES[Status.OK]
+    return RenderableGroup("", Text(": ".join([*([", ".join(words)] if words else []), means]), style))

@@ -35,8 +35,7 @@ def migrate(
     ],
     out: Annotated[Path | None, typer.Option(help="Output file for the settings. [default: print them]")] = None,
     nvme: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder for the state, instead of nvme_path; repeat for several drives."),
+        list[Path] | None, typer.Option(help="Folder for the state, instead of nvme_path; repeat for several drives.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from infinity.estimate.network import Network, network_of_rates
 from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.limits import default_host_cache
 from infinity.processor import share_of_cores
+from infinity.schema import did_you_mean
 from infinity.store.page_store import hash_threads
 from infinity.units import MIB, align_down, format_number, format_size, parse_size
 from infinity_tools.plan.plan_drives import drives_at, parse_rate, typed_drives
@@ -89,15 +89,17 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
     _check(asked)
     settings = _settings(asked)
     work = _workload(asked)
-    drives = _typed_drives(asked)
+    endurance, size = _size(asked.nvme_endurance, "--nvme-endurance"), _size(asked.nvme_size, "--nvme-size")
+    drives = None
+    if asked.nvme_bandwidth is not None:
+        drives = typed_drives(asked.nvme_bandwidth, asked.nvme_count or 1, size, endurance)
     device = _device(asked)
     report("building the model")
     source, model = _model(asked)
     sources = {}
     if drives is None:
         report("measuring the drives")
-        endurance, runtime = _size(asked.nvme_endurance, "--nvme-endurance"), runtime_dir(settings.telemetry)
-        drives, sources["drives"] = drives_at(asked.nvme or (Path(),), endurance, runtime)
+        drives, sources["drives"] = drives_at(asked.nvme or (Path(),), endurance, runtime_dir(settings.telemetry))
     if device is None:
         source = source or _config_of(model)
         machine = _measured(asked, source, model, work, drives, settings, report)
@@ -137,8 +139,7 @@ def _check(asked: Asked) -> None:
     if asked.dtype not in _DTYPES:
         raise ConfigError(f"--dtype {asked.dtype!r} is not one of {', '.join(_DTYPES)}")
     if asked.optimizer not in OPTIMIZERS:
-        near = difflib.get_close_matches(asked.optimizer, OPTIMIZERS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(asked.optimizer, OPTIMIZERS)
         raise ConfigError(f"--optimizer {asked.optimizer!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
     if asked.loop and (asked.micro_batches or 1) < 2:
         raise ConfigError("--loop requires several micro-batches; pass --micro-batches 2 or more")
@@ -195,14 +196,6 @@ def _size(text: str | None, name: str) -> int:
     return 0 if text is None else parse_size(text, name=name)
 
 
-def _typed_drives(asked: Asked) -> Drives | None:
-    """Return the drives given by options, or None if the drives of folders must be inspected."""
-    endurance = _size(asked.nvme_endurance, "--nvme-endurance")
-    if asked.nvme_bandwidth is None:
-        return None
-    return typed_drives(asked.nvme_bandwidth, asked.nvme_count or 1, _size(asked.nvme_size, "--nvme-size"), endurance)
-
-
 def _device(asked: Asked) -> Accelerator | None:
     """Return the accelerator, or None if this machine's CPU must be measured."""
     if asked.gpu is None and asked.tflops is None:
@@ -216,8 +209,7 @@ def _device(asked: Asked) -> Accelerator | None:
                 f"the speed of --gpu {asked.gpu} is known only for bf16; with --dtype fp32, pass --tflops"
             )
     else:
-        near = difflib.get_close_matches(asked.gpu.lower(), ACCELERATORS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(asked.gpu.lower(), ACCELERATORS, 0.5)
         raise ConfigError(
             f"--gpu {asked.gpu!r} is not known (`--gpu list` lists known names){hint}; or pass --tflops, "
             "--gpu-memory and --link"

@@ -18,12 +18,7 @@ from infinity.units import format_number, format_size
 from infinity_tools.plan.recommended_batch import recommended_batch
 from infinity_tools.tables import table
 
-ROLES = {
-    Role.PARAM: "weights",
-    Role.UPDATE: "master, moments",
-    Role.GRAD: "gradients",
-    Role.ACTIVATION: "activations",
-}
+ROLES = {Role.PARAM: "weights", Role.UPDATE: "master, moments", Role.GRAD: "gradients", Role.ACTIVATION: "activations"}
 """Label of the pages of each role."""
 RESOURCES = {
     "computation": "forward and backward",

@@ -40,13 +40,9 @@ def probe(
             help="Instead of drives, measure the collectives of FSDP2 between the ranks that torchrun has started.",
         ),
     ] = False,
-    size: Annotated[
-        str,
-        typer.Option(help="Size of the test file in each folder."),
-    ] = "2GiB",
+    size: Annotated[str, typer.Option(help="Size of the test file in each folder.")] = "2GiB",
     block: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
+        list[str] | None, typer.Option(help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]")
     ] = None,
     depth: Annotated[
         list[str] | None,

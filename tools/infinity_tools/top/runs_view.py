@@ -12,16 +12,7 @@ from rich.text import Text
 
 from infinity.telemetry.trees import Tree
 from infinity.untrusted_files import user_name
-from infinity_tools.top.reading import (
-    bytes_per_second,
-    entries,
-    figure,
-    name_of,
-    parts_of,
-    status_of,
-    word,
-    words,
-)
+from infinity_tools.top.reading import bytes_per_second, entries, figure, name_of, parts_of, status_of, word, words
 from infinity_tools.top.table_cells import (
     Column,
     ago,

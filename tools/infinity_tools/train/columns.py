@@ -163,10 +163,7 @@ def _question(row: _Row, chat: bool) -> dict[str, Any]:
 
 
 def _exchange(question: str, answer: str) -> dict[str, Any]:
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-    }
+    return {"prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}]}
 
 
 def _preference(row: _Row, chat: bool) -> dict[str, Any]:

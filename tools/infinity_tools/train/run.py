@@ -220,7 +220,7 @@ class Run:
         self._settings = with_name(settings, source.name, self._out)
         bf16 = recipe.get("bf16")
         self._dtype = best_dtype() if bf16 is None else ("bf16" if bf16 else "fp32")
-        self._pages = LocalPages(runtime_dir(settings.telemetry))
+        self._run_id = ""  # empty until the run has begun
         self._said = ""  # description of the data
         self._data: dict[str, Any] = {}  # checksum of the data, and number of examples per step
         self._parameters, self._trainable = 0, 0
@@ -325,7 +325,7 @@ class Run:
             if options.metrics_port is not None and self._ranks.local_rank == 0:
                 from infinity.telemetry.exporter import serve
 
-                server = stack.enter_context(serve(options.metrics_port, self._pages, options.metrics_host))
+                server = stack.enter_context(serve(options.metrics_port, self._local_stats, options.metrics_host))
                 host = options.metrics_host or socket.gethostname()
                 self._view.say(f"metrics: http://{host}:{server.port}/metrics")
             callback = self.callback
@@ -333,9 +333,18 @@ class Run:
             stack.push(lambda *error: callback.paged.__exit__(*error) if callback.paged is not None else None)
             yield
 
+    def _local_stats(self) -> list[Snapshot]:
+        """Read the stats files of this run's ranks on this node, for the metrics exporter."""
+        found = []
+        for file in find_stats_files(runtime_dir(self._settings.telemetry)):
+            if self._run_id and file.name.startswith(f"{self._run_id}."):
+                with suppress(StatsFileError):  # a rank has not created its file yet
+                    found.append(read_stats_file(file))
+        return found
+
     def _began(self, paged: PagedOptimizer) -> None:
         """Show the run and store its recipe when its state is on NVMe."""
-        self._pages.run_id = paged.run.folder.run_id
+        self._run_id = paged.run.folder.run_id
         if self._ranks.rank == 0:
             resume.write(self._recipe, self._data)
         ranks, layout = self._ranks, paged.run.layout
@@ -422,23 +431,6 @@ class Run:
         mine = reports[ranks.rank]["node"]
         summary = summarize(facts, [found for found in reports if found["node"] == mine])
         return summary | {"next": self._next(stopped=bool(callback.stopped_by))}
-
-
-class LocalPages:
-    """Stats files of this run's ranks on this node, for the metrics exporter."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run_id = ""  # id of the run; empty before it has begun
-        self._folder = folder
-
-    def __call__(self) -> list[Snapshot]:
-        """Read them."""
-        found = []
-        for file in find_stats_files(self._folder):
-            if self.run_id and file.name.startswith(f"{self.run_id}."):
-                with suppress(StatsFileError):  # a rank has not created its file yet
-                    found.append(read_stats_file(file))
-        return found
 
 
 def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
