@@ -42,26 +42,27 @@ KEEP_CLOSED_SECONDS: Final = 900.0
 """Time for which the stats file of a finished rank is kept if no daemon is running; longer than a scrape interval."""
 
 
-class Counter:
-    """Value that only increases, stored in one cell."""
-
+class _Cell:
     __slots__ = ("_cells", "_index")
 
     def __init__(self, cells: memoryview[float], index: int) -> None:
         self._cells, self._index = cells, index
+
+
+class Counter(_Cell):
+    """Value that only increases, stored in one cell."""
+
+    __slots__ = ()
 
     def add(self, amount: float = 1) -> None:
         """Add `amount`. It must not be negative, which is not checked because this runs for every I/O request."""
         self._cells[self._index] += amount
 
 
-class Gauge:
+class Gauge(_Cell):
     """Value that can be set to any number, stored in one cell."""
 
-    __slots__ = ("_cells", "_index")
-
-    def __init__(self, cells: memoryview[float], index: int) -> None:
-        self._cells, self._index = cells, index
+    __slots__ = ()
 
     def set(self, value: float) -> None:
         self._cells[self._index] = value

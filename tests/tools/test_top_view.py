@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from infinity.telemetry.metrics import PARTS, STALLS
 from infinity_tools.top.minute import Minute, buckets
-from infinity_tools.top.table_cells import LOOKS, bar, curve, decimal, legend, rates
+from infinity_tools.top.table_cells import ASCII, LOOKS, bar, curve, decimal, legend, rates
 from infinity_tools.top.view import view
 from infinity_tools.top.view_state import SORTS, State
 from support.top_state import DEAD, DRIVE, NOW, SAMPLE, SNAPSHOT, STARTING, STATE, VIEWS, rank, run, views
@@ -149,15 +149,16 @@ def test_help_explains_bar_parts_and_sort_orders() -> None:
 def test_bar_parts_are_proportional() -> None:
     """Every part has a distinct mark, so that colors are not required; stalls are letters."""
     assert tuple(LOOKS) == PARTS
-    for marks in ([look.mark for look in LOOKS.values()], [look.plain for look in LOOKS.values()]):
-        assert len(set(marks)) == len(PARTS)
+    marks = "".join(look.mark for look in LOOKS.values())
+    assert len(set(marks)) == len(set(marks.translate(ASCII))) == len(PARTS)
+    assert marks.translate(ASCII).isascii()
     assert all(LOOKS[part].mark.isalpha() for part in STALLS)
-    assert bar({"compute": 0.5, "read_stall": 0.25, "python": 0.25}, 8, plain=True).plain == "####rr.."
+    assert bar({"compute": 0.5, "read_stall": 0.25, "python": 0.25}, 8).plain == "████rr··"
     for width in range(1, 50):
-        drawn = bar(rank(0)["parts"], width, plain=False).plain
+        drawn = bar(rank(0)["parts"], width).plain
         assert len(drawn) == width
-    assert legend({"compute": 0.75, "read_stall": 0.25}, 40, plain=True).plain == "# compute 75%  r read stall 25%"
-    assert legend({"compute": 0.75, "read_stall": 0.25}, 20, plain=True).plain == "# compute 75%"
+    assert legend({"compute": 0.75, "read_stall": 0.25}, 40).plain == "█ compute 75%  r read stall 25%"
+    assert legend({"compute": 0.75, "read_stall": 0.25}, 20).plain == "█ compute 75%"
 
 
 def test_numbers_have_at_most_six_characters() -> None:
@@ -177,8 +178,8 @@ def test_curve_shows_last_60_seconds() -> None:
     seen = curves["nvme0n1"]
     assert (seen[0], seen[-1], len(seen)) == ((60.0, 39.0), (0.0, 99.0), 61)
     assert buckets(seen[-5:], 6) == [None] * 5 + [97.0]
-    assert curve([None, 0.0, 50.0, 100.0, 1000.0], 100.0, plain=False) == " ▁▅██"
-    assert curve([0.0, 0.0], 0.0, plain=True) == "__"
+    assert curve([None, 0.0, 50.0, 100.0, 1000.0], 100.0) == " ▁▅██"
+    assert curve([0.0, 0.0], 0.0) == "▁▁"
     unknown = {"name": "nvme0n1"}
     assert minute.add(replace(SNAPSHOT, time=NOW + 100, drives=(unknown,)))["nvme0n1"][-1] == (1.0, 99.0)
     assert minute.add(replace(SNAPSHOT, time=NOW + 101, drives=())) == {}

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from infinity.interrupts import SAME_SECONDS
@@ -53,9 +53,7 @@ class StopRequest:
         self._before = heard_by(self._arrived)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         give_back(self._before)
 
     def sleep(self, seconds: float) -> None:

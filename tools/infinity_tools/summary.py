@@ -108,10 +108,7 @@ class StepLog:
             self._lost = True
             _log.warning("steps.jsonl is missing steps from %s on: %s", row.get("step"), error.strerror)
 
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         os.close(self._descriptor)
 
 

@@ -36,7 +36,7 @@ def _columns(state: State) -> tuple[Column, ...]:
     def last_minute(drive: Tree) -> str:
         seen = state.curves.get(word(drive, "name"), ())
         top = _profile(drive) or max((rate for _, rate in seen), default=0.0)
-        return curve(buckets(seen, _CURVE), top, plain=state.ascii)
+        return curve(buckets(seen, _CURVE), top)
 
     def space(drive: Tree) -> str:
         free, size = figure(drive, "free"), figure(drive, "capacity")

@@ -10,7 +10,7 @@ import signal
 import termios
 import tty
 from collections import deque
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final
 
 from infinity_tools.signals import give_back, heard_by
@@ -44,9 +44,7 @@ class Terminal:
         self._read_keys()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._put_back()
         give_back(self._handlers)
 

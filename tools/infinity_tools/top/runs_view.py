@@ -62,7 +62,7 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
         barred = bars in ("all", "runs") or (bars == "chosen" and mine)
         if barred:
             begin = f"  {run_id}" if name else _of_ranks(run)
-            block.append(_bar_line(begin, parts_of(run), shown[0].width, width, plain=state.ascii))
+            block.append(_bar_line(begin, parts_of(run), shown[0].width, width))
         ranks = "" if barred and not name else _of_ranks(run)  # unless the line of the bar begins with them
         hosts = words(run, "other_hosts")
         if hosts and (barred or run_id in state.expanded):
@@ -79,7 +79,7 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
                 block.append(_rank_line(rank, shown))
                 if bars == "all":
                     begin = f"    process {whole(figure(rank, 'pid'))}"
-                    block.append(_bar_line(begin, parts_of(rank), shown[0].width, width, state.ascii))
+                    block.append(_bar_line(begin, parts_of(rank), shown[0].width, width))
         if mine:
             chosen = range(len(lines), len(lines) + len(block))
         lines += block
@@ -177,15 +177,15 @@ def _hosts_line(hosts: Sequence[str], begin: str, width: int) -> Text:
     return Text(said, style="dim")
 
 
-def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
+def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int) -> Text:
     text = Text(begin)
     text.truncate(indent, overflow="ellipsis", pad=True)
     room = width - indent - 1
     length = max(_LEAST_BAR, room * 2 // 5)
     if not parts:
         return text.append(" no step yet", style="dim")
-    said = legend(parts, room - length - 2, plain=plain)
-    return text.append(" ") + bar(parts, length, plain=plain) + Text("  ") + said
+    said = legend(parts, room - length - 2)
+    return text.append(" ") + bar(parts, length) + Text("  ") + said
 
 
 def _more(run: Tree, dropped: Sequence[Column], width: int) -> list[Text]:

@@ -24,24 +24,23 @@ class Look:
 
     name: str
     mark: str
-    plain: str
-    """Replacement for `mark` on ASCII-only terminals."""
     style: str
 
 
 LOOKS: Final[Mapping[str, Look]] = {
-    "compute": Look(name="compute", mark="█", plain="#", style="green"),
-    "collective": Look(name="collective", mark="░", plain="-", style="cyan"),
-    "copy": Look(name="copy", mark="▒", plain="+", style="blue"),
-    "update": Look(name="update", mark="▓", plain="=", style="magenta"),
-    "read_stall": Look(name="read stall", mark="r", plain="r", style="bold red"),
-    "write_stall": Look(name="write stall", mark="w", plain="w", style="bold yellow"),
-    "host_cache_stall": Look(name="host cache stall", mark="h", plain="h", style="bold bright_red"),
-    "python": Look(name="python", mark="·", plain=".", style="dim"),
+    "compute": Look(name="compute", mark="█", style="green"),
+    "collective": Look(name="collective", mark="░", style="cyan"),
+    "copy": Look(name="copy", mark="▒", style="blue"),
+    "update": Look(name="update", mark="▓", style="magenta"),
+    "read_stall": Look(name="read stall", mark="r", style="bold red"),
+    "write_stall": Look(name="write stall", mark="w", style="bold yellow"),
+    "host_cache_stall": Look(name="host cache stall", mark="h", style="bold bright_red"),
+    "python": Look(name="python", mark="·", style="dim"),
 }
 """Appearance of each part, in the order of the bar. Marks are distinguishable without colors; stalls are letters."""
 _CURVE: Final = "▁▂▃▄▅▆▇█"
-_PLAIN_CURVE: Final = "_.:-=+*#"
+ASCII: Final = str.maketrans("█░▒▓·▁▂▃▄▅▆▇…", "#-+=._.:-=+*~")
+"""Replacements of marks on ASCII-only terminals."""
 
 
 def number(value: float | None) -> str:
@@ -91,35 +90,33 @@ def ago(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else span(max(0.0, seconds))
 
 
-def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
+def bar(parts: Mapping[str, float], width: int) -> Text:
     """Return a stacked bar. The fractions add up to 1, and boundaries are rounded to whole columns."""
     text, at, begun = Text(), 0.0, 0
     for part, look in LOOKS.items():
         at += parts.get(part, 0.0)
         end = min(width, round(at * width))
-        text.append((look.plain if plain else look.mark) * (end - begun), style=look.style)
+        text.append(look.mark * (end - begun), style=look.style)
         begun = max(begun, end)
     return text
 
 
-def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
+def legend(parts: Mapping[str, float], width: int) -> Text:
     """Return as many of the largest parts as fit, with their fractions. Parts that round to 0% are omitted."""
     text = Text()
     for part, share in sorted(parts.items(), key=lambda item: -item[1]):
         look, gap = LOOKS[part], "  " if text else ""
-        mark = look.plain if plain else look.mark
-        said = f"{mark} {look.name} {share:.0%}"
+        said = f"{look.mark} {look.name} {share:.0%}"
         if share < 0.005 or len(text) + len(gap) + len(said) > width:
             break
-        text.append(gap).append(mark, style=look.style).append(said[len(mark) :])
+        text.append(gap).append(look.mark, style=look.style).append(said[len(look.mark) :])
     return text
 
 
-def curve(points: Sequence[float | None], top: float, *, plain: bool) -> str:
+def curve(points: Sequence[float | None], top: float) -> str:
     """Return a curve with one column per point, where `top` is the full height. Missing points are blank."""
-    marks = _PLAIN_CURVE if plain else _CURVE
     return "".join(
-        " " if point is None else marks[min(len(marks) - 1, int(point / top * len(marks)) if top > 0 else 0)]
+        " " if point is None else _CURVE[min(len(_CURVE) - 1, int(point / top * len(_CURVE)) if top > 0 else 0)]
         for point in points
     )
 

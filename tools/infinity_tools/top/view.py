@@ -14,7 +14,7 @@ from infinity.telemetry.trees import Tree
 from infinity_tools.top.drives_view import drive_lines
 from infinity_tools.top.reading import entries, figure, name_of, status_of, word
 from infinity_tools.top.runs_view import BARS, run_table, window
-from infinity_tools.top.table_cells import LOOKS, whole
+from infinity_tools.top.table_cells import ASCII, LOOKS, whole
 from infinity_tools.top.view_state import SORTS, State
 
 _LEAST_HEIGHT_FOR_KEYS: Final = 8
@@ -58,7 +58,7 @@ def view(state: State, width: int, height: int) -> Text:
         one.truncate(width, overflow="ellipsis")
     text = Text("\n", no_wrap=True, end="").join(lines)
     if state.ascii:
-        text.plain = text.plain.replace("…", "~").encode("ascii", "replace").decode()
+        text.plain = text.plain.translate(ASCII).encode("ascii", "replace").decode()
     return text
 
 
@@ -152,7 +152,7 @@ def _help(state: State, width: int) -> list[Text]:
     lines = [Text("infinity top: help  (press any key to return)", style="bold"), Text()]
     for term, text in _HELP:
         look = LOOKS.get(term)
-        first = f"{look.plain if state.ascii else look.mark} {look.name}" if look else term
+        first = f"{look.mark} {look.name}" if look else term
         for part in _wrapped(text, width - _TERM) or [""]:
             lines.append(Text(f"{first:<{_TERM}}{part}"))
             first = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             began: Function to call once, when the state is on NVMe and before the first step.
         """
         self._out, self._ranks, self._view, self._stop, self._began = out, ranks, view, stop, began
-        self._stack = ExitStack()
         self._log: StepLog | None = None
         self._shown = 0  # last step that was shown
         self._saved = 0  # last step after which the Trainer saved
@@ -70,7 +68,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the log."""
-        self._stack.close()
+        if self._log is not None:
+            self._log.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Open the log, and show the run."""
@@ -79,7 +78,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._shown = self._saved = state.global_step
         _set_learning_rate(named["lr_scheduler"], named["optimizer"], args.learning_rate)
         if self._ranks.rank == 0:
-            self._log = self._stack.enter_context(StepLog(self._out / LOG, self.first_step))
+            self._log = StepLog(self._out / LOG, self.first_step)
         self._began(self.paged)
         self._view.begin(state.global_step, state.max_steps)
         self._stop.patient = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -43,9 +42,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             with suppress(OSError):  # the terminal has been closed
                 self._live.stop()
