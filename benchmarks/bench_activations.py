@@ -26,7 +26,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from infinity.units import MIB  # noqa: E402
-from infinity_tools.measure import peak_rss  # noqa: E402
+from infinity_tools.summary import peak_rss  # noqa: E402
 from infinity_tools.tables import table  # noqa: E402
 
 TIERS = ("device", "nvme")

@@ -129,6 +129,12 @@ class Workload:
         return 1 if self.layer_major else self.micro_batches
 
     @property
+    def in_micro_batches(self) -> list[Workload]:
+        """This workload with 1, 2, 4, … micro-batches, up to the number of sequences per rank."""
+        most = int(self.tokens) // self.sequence
+        return [replace(self, micro_batches=1 << power) for power in range(most.bit_length())]
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers are recomputed in backward."""
         return self.checkpointing or self.slices_layers
@@ -610,13 +616,11 @@ class Estimate:
 
     def _device_remedies(self) -> Iterator[str]:
         work, settings = self.workload, self.settings
-        most = int(work.tokens) // work.sequence
-        powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-        parts = [replace(work, micro_batches=number) for number in powers if number > work.micro_batches]
+        parts = [one for one in work.in_micro_batches if one.micro_batches > work.micro_batches]
         loops = [
-            replace(work, micro_batches=number, layer_major=False)
-            for number in powers
-            if number >= max(2, work.micro_batches) and settings.update.schedule != "in_backward"
+            replace(one, layer_major=False)
+            for one in work.in_micro_batches
+            if one.micro_batches >= max(2, work.micro_batches) and settings.update.schedule != "in_backward"
         ]
         if fitting := self._first_that_helps(parts):
             yield f"use {fitting.micro_batches} micro-batches"
@@ -632,19 +636,15 @@ class Estimate:
             if fitting := self._first_that_helps(recomputing, settings=paged):
                 more = f" with {fitting.micro_batches} micro-batches" if fitting is not work else ""
                 yield f'set activations.tier = "nvme"{more}'
-        if fewer := self._with_fewer_tokens(most):
+        if fewer := self._with_fewer_tokens():
             parted = f" in {fewer.micro_batches} micro-batches" if fewer.micro_batches > 1 else ""
             yield f"use at most {fewer.batch_tokens:,} tokens per step{parted}"
 
     def _first_that_helps(self, tried: Sequence[Workload], settings: Config | None = None) -> Workload | None:
         return next((one for one in tried if self._helps("device", workload=one, settings=settings)), None)
 
-    def _with_fewer_tokens(self, most: int) -> Workload | None:
-        """Return the workload with the most sequences that fit device memory, or ``None`` if not even one fits.
-
-        Args:
-            most: Number of sequences per rank of the workload.
-        """
+    def _with_fewer_tokens(self) -> Workload | None:
+        """Return the workload with the most sequences that fit device memory, or ``None`` if not even one fits."""
         work = self.workload
 
         def of(number: int) -> Workload:
@@ -652,7 +652,7 @@ class Estimate:
             whole = replace(work, batch_tokens=tokens, micro_batches=min(work.micro_batches, number))
             return whole if self._helps("device", workload=whole) else replace(whole, micro_batches=number)
 
-        low, high = 0, most  # the number of sequences that fit is in [low, high)
+        low, high = 0, int(work.tokens) // work.sequence  # the number of sequences that fit is in [low, high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._helps("device", workload=of(middle)) else (low, middle)

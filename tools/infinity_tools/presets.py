@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -206,3 +210,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool
     if checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError("this model does not support activation checkpointing; omit --activation-checkpointing")
     sharding.shard(model, mesh=mesh, mp_policy=policy, activation_checkpointing=checkpointing)
+
+
+def list_presets(*, json: bool) -> None:
+    """Print the presets, for `--model list`."""
+    table = Table("preset", "parameters", "vocabulary", "description", box=None, header_style="bold")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    listed = []
+    for name, preset in PRESETS.items():
+        source = find_model(name)
+        parameters, vocabulary = count_parameters(on_meta(source)), source.config.vocab_size
+        listed.append({"name": name, "parameters": parameters, "vocabulary": vocabulary, "description": preset.doc})
+        table.add_row(name, f"{parameters / 1e6:.4g} M", str(vocabulary), preset.doc)
+    if json:
+        typer.echo(json_format.dumps(listed))
+    else:
+        Console().print(table)

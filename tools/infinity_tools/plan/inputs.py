@@ -372,11 +372,8 @@ def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator
     """Return the workload, with the fewest micro-batches that fit the device memory unless their number was given."""
     if asked.micro_batches is not None or not device.memory_bytes:
         return work
-    most = int(work.tokens) // work.sequence
-    parts = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    tried = [replace(work, micro_batches=number) for number in parts]
-    paged = settings.activations.tier != "device"
-    fitting = (one for one in tried if working_bytes(model, one, paged=paged) <= _ROOM * device.memory_bytes)
+    paged, room = settings.activations.tier != "device", _ROOM * device.memory_bytes
+    fitting = (one for one in work.in_micro_batches if working_bytes(model, one, paged=paged) <= room)
     return next(fitting, work)
 
 

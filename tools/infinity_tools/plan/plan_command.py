@@ -11,7 +11,6 @@ from rich.console import Console
 
 from infinity.cli_errors import Version, finite
 from infinity_tools.output import check_out, write_out
-from infinity_tools.preset_list import list_presets
 from infinity_tools.shared_options import Panel, settings_in
 from infinity_tools.signals import StopRequest
 
@@ -178,6 +177,8 @@ def plan(
         _list_accelerators(json=json)
         return
     if model == "list":
+        from infinity_tools.presets import list_presets
+
         list_presets(json=json)
         return
     if out is not None:

@@ -101,7 +101,7 @@ def probe(
     """
     if interconnect:
         _check_interconnect(paths, sustained=sustained)
-        from infinity_tools.probe.interconnect_report import probe_interconnect
+        from infinity_tools.probe.interconnect import probe_interconnect
 
         probe_interconnect(seconds, out, json=json)
         return

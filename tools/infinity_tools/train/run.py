@@ -29,13 +29,12 @@ from infinity.run.run_name import with_name
 from infinity.telemetry import read_stats_file
 from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size
-from infinity_tools.measure import report
 from infinity_tools.output import make_out, without_leftovers
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype
 from infinity_tools.progress import View, open_view, short
 from infinity_tools.signals import StopRequest
-from infinity_tools.summary import claim, result_lines, summarize, summary_table, write_summary
+from infinity_tools.summary import claim, report, result_lines, summarize, summary_table, write_summary
 from infinity_tools.train import recipe as recipes
 from infinity_tools.train import resume
 from infinity_tools.train.arguments import arguments_of, check_recipe, complete, defaults_for

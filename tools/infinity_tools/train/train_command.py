@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from infinity.cli_errors import Command, Version, failures
-from infinity_tools.preset_list import list_presets
 from infinity_tools.shared_options import Panel
 
 _MODEL, _STATE, _OUTPUT = map(Panel, ("Model and data", "State on NVMe", "Output"))
@@ -134,6 +133,8 @@ def train(
         from infinity_tools.train.run import RunOptions, run_training
 
         if model == "list":
+            from infinity_tools.presets import list_presets
+
             list_presets(json=json)
             return
         typed = recipes.of_words(context.meta["extra"])

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from infinity.cli_errors import Version, finite
 from infinity.config import load_config
-from infinity_tools.preset_list import list_presets
 from infinity_tools.shared_options import Panel, settings_in
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ def tune(
     """
     options = dict(locals())
     if model == "list":
+        from infinity_tools.presets import list_presets
+
         list_presets(json=json)
         return
     # Imported late so that --help stays fast.
