@@ -77,7 +77,7 @@ class PretrainedFolder(FirstValues):
         """
         self._check_not_quantized()
         self._base_name = base_names(model)
-        own = [member for member in members if self._is_of_adapter(member)]
+        own = [member for member in members if all(self._base_name(name) is None for name in member.names)]
         entries = {self._names(member): _like(member) for member in members}
         in_memory = torch_private.tensors_in_memory(model)
         for name in torch_private.persistent_buffers(model):
@@ -190,9 +190,6 @@ class PretrainedFolder(FirstValues):
 
     def _lacks(self, member: Member) -> bool:
         return not any(name in self._made_by for name in self._names(member))
-
-    def _is_of_adapter(self, member: Member) -> bool:
-        return all(self._base_name(name) is None for name in member.names)
 
     def _names(self, member: Member) -> tuple[str, ...]:
         """Return the names of a parameter in the base model, or its own names if it belongs to an adapter."""

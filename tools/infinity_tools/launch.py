@@ -106,14 +106,11 @@ class _Processes:
         consequence.
         """
         failed = sorted(process.returncode for process in self._running if process.poll())
-        return _shown(failed[0]) if failed else 0
+        if not failed:
+            return 0
+        return failed[0] if failed[0] >= 0 else 128 - failed[0]  # as a shell reports a signal
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         for process in self._running:
             if process.poll() is None:
                 process.send_signal(number)
-
-
-def _shown(status: int) -> int:
-    """Return an exit status as a shell reports it: 128 plus the signal number if a signal ended the process."""
-    return status if status >= 0 else 128 - status

@@ -413,12 +413,11 @@ def _table(run: StoredRun) -> Table:
         copies = f"{checkpoint.held.from_copies}: from copies" if checkpoint.held.from_copies else ""
         notes = escape("; ".join(filter(None, (checkpoint.held.elsewhere, copies))))
         problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else notes
-        table.add_row(str(checkpoint.step), _when(checkpoint), str(checkpoint.world_size), *sizes, problem)
+        when = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.created)) if checkpoint.created else "unknown"
+        )
+        table.add_row(str(checkpoint.step), when, str(checkpoint.world_size), *sizes, problem)
     return table
-
-
-def _when(checkpoint: Checkpoint) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.created)) if checkpoint.created else "unknown"
 
 
 def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], advice: str) -> None:

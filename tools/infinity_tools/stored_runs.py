@@ -179,12 +179,14 @@ def _stored_run(run: FoundRun) -> StoredRun:
     if 0 in run.roots and folder.checkpoints.is_dir():
         os.listdir(folder.checkpoints)  # raises if unreadable, which must not look like "no checkpoints"
     read = _read_checkpoints(folder)
+    manifests = [manifest for found in read.values() for manifest in found.manifests]
+    parameters = ((tensor.parameters for tensor in manifest.description.tensors) for manifest in manifests)
     return StoredRun(
         folder=folder,
         paths=run.paths,
         first=0 in run.roots,
-        ranks=len(_local_ranks(folder)),
-        parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
+        ranks=len({file.name for root in folder.roots for file in root.glob("rank*.pages")}),
+        parameters=max(map(sum, parameters), default=0),
         nbytes=sum(map(_bytes_in, folder.roots)),
         checkpoints=tuple(_checkpoints(folder, read)),
         owner=holder_of(folder),
@@ -209,14 +211,6 @@ def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]
             if owner not in shown and not (root in roots and believed(owner, root)):
                 found.append(f"{path} is held by {Holder.unknown(owner.uid) if owner.run_id in ids else owner}")
     return list(dict.fromkeys(found))
-
-
-def _local_ranks(folder: RunFolder) -> set[str]:
-    return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
-
-
-def _parameters(manifest: Manifest) -> int:
-    return sum(tensor.parameters for tensor in manifest.description.tensors)
 
 
 def _bytes_in(root: Path) -> int:

@@ -14,6 +14,7 @@ from infinity_tools.migrate.read import AUTO, Found
 from infinity_tools.toml import literal, quoted
 
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+_ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
 """DeepSpeed's defaults for parameters in memory."""
 REQUESTS = {
@@ -34,7 +35,10 @@ class Line:
 
 def lines_of(found: Found, nvme: Sequence[str] = ()) -> list[Line]:
     """Return the settings for a configuration, in the order of the file. `nvme` replaces its paths."""
-    return [*_paths(found, nvme), *_requests(found), *_memory(found), *_activations(found)]
+    lines = [*_paths(found, nvme), *_requests(found), *_memory(found)]
+    if found[_ACTIVATIONS] is True:
+        lines.append(Line(name="activations.tier", value="host", remark=_ACTIVATIONS))
+    return lines
 
 
 def nvme_paths(found: Found) -> list[str]:
@@ -109,11 +113,6 @@ def _memory(found: Found) -> list[Line]:
         )
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
-
-
-def _activations(found: Found) -> list[Line]:
-    name = "activation_checkpointing.cpu_checkpointing"
-    return [Line(name="activations.tier", value="host", remark=name)] if found[name] is True else []
 
 
 def to_toml(lines: Sequence[Line], source: str, ranks: str) -> tuple[str, dict[str, Any]]:

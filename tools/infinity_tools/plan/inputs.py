@@ -390,11 +390,12 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         updates = f"updates run on the GPU, which is estimated to be faster than updates on the CPU ({update})"
     else:
         updates = "updates run on the GPU (update.device)"
+    speed = "from --tflops" if asked.tflops is not None else f"{REACHED:.0%} of its peak"
     lines = [
         f"NVMe bandwidth per node: {_giga(drives.read)}B/s read, {_giga(drives.write)}B/s write, {mixed} "
         f"({sources.get('drives', 'from --nvme-bandwidth')})",
         f"computation: {format_number(device.flops / 1e12)} TFLOP/s achieved per rank on {device.name} "
-        f"({sources.get('computation') or _how_fast(asked)})",
+        f"({sources.get('computation', speed)})",
         updates,
     ]
     if asked.gpu is not None or asked.tflops is not None:
@@ -447,7 +448,3 @@ def _overlap(machine: Machine) -> str:
 
 def _giga(value: float) -> str:
     return f"{format_number(value / 1e9)} G"
-
-
-def _how_fast(asked: Asked) -> str:
-    return "from --tflops" if asked.tflops is not None else f"{REACHED:.0%} of its peak"

@@ -128,7 +128,10 @@ def _points(measurements: tuple[Measurement, ...]) -> Table:
     for one in measurements:
         rows.setdefault((one.point.block_bytes, one.point.depth), {})[one.point.load] = one
     for (block, depth), found in rows.items():
-        speeds = [_speed(found[load].bytes_per_second, best[load]) for load in Load]
+        rates = {load: found[load].bytes_per_second for load in Load}
+        speeds = [
+            Text(f"{rate / 1e9:.2f}", style="bold green" if rate == best[load] else "") for load, rate in rates.items()
+        ]
         took = found[Load.BOTH].latency
         times = [milliseconds(one) for one in (took.p50, took.p95, took.p99, took.longest)]
         style = "bold" if (block, depth) == usual_size() else ""
@@ -137,10 +140,6 @@ def _points(measurements: tuple[Measurement, ...]) -> Table:
         made.caption = f"bold: the defaults, {format_size(usual_size()[0])} and {usual_size()[1]} in flight"
         made.caption_justify = "left"
     return made
-
-
-def _speed(speed: float, best: float) -> Text:
-    return Text(f"{speed / 1e9:.2f}", style="bold green" if speed == best else "")
 
 
 def milliseconds(seconds: float) -> str:

@@ -62,7 +62,8 @@ def probe_all(ask: Ask, view: Bar) -> Report:
         work = _Work(ask, view, bench)
         together = work.measured(ask.points)
         choice = work.choice(together)
-        alone = {path: work.measured(_at(choice), path)[path] for path in ask.paths} if ask.alone_points else {}
+        chosen = points_of(list(Load), [choice.block_bytes], [choice.depth])
+        alone = {path: work.measured(chosen, path)[path] for path in ask.paths} if ask.alone_points else {}
         engine, written = next(iter(bench.targets.values())).engine.name, dict(bench.written)
     sustained = _sustained(ask, view, choice)
     return Report(
@@ -75,10 +76,6 @@ def probe_all(ask: Ask, view: Bar) -> Report:
         written={path: size + (sustained[path].written if sustained else 0) for path, size in written.items()},
         kept=_tell_daemon(daemon, together, alone),
     )
-
-
-def _at(choice: Choice) -> tuple[Point, ...]:
-    return points_of(list(Load), [choice.block_bytes], [choice.depth])
 
 
 class _Work:

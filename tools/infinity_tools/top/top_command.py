@@ -60,7 +60,7 @@ def top(
     if once or json or not _can_draw(console):
         state = _look_once(reader, run, interval)
         if json:
-            typer.echo(json_format.dumps(_document(state)))
+            typer.echo(json_format.dumps(plain({**asdict(state.snapshot), "runs": state.runs})))
         else:
             text = view(replace(state, ascii=plain_text), console.width, _ANY_HEIGHT)
             console.print(text, soft_wrap=True)
@@ -84,10 +84,6 @@ def _look_once(reader: Reader, run: str, interval: float) -> State:
         known = ", ".join(word(one, "id") for one in snapshot.runs) or "none"
         raise ConfigError(f"--run {run!r} does not match any run on this node; available runs: {known}")
     return state
-
-
-def _document(state: State) -> object:
-    return plain({**asdict(state.snapshot), "runs": state.runs})
 
 
 def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
