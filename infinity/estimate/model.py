@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec
@@ -255,9 +256,6 @@ def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] =
             names = sorted({name.rsplit(".", 1)[-1] for name in matrices})
             raise ConfigError(f"no layer of {model.name} has a module {target!r}; choose from {', '.join(names)}")
 
-    def frozen(parameter: ParameterShape) -> ParameterShape:
-        return replace(parameter, trainable=False, dtype=dtype)
-
     def adapters(parameter: ParameterShape) -> tuple[ParameterShape, ...]:
         module = parameter.name.removesuffix(".weight")
         if len(parameter.shape) != 2 or (targets and not any(_ends_with(module, target) for target in targets)):
@@ -268,20 +266,12 @@ def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] =
             ParameterShape(name=f"{parameter.name}.lora_B", shape=(rows, rank)),
         )
 
-    return replace(
-        model,
-        name=f"{model.name}, LoRA of rank {rank}",
-        root=replace(model.root, parameters=tuple(map(frozen, model.root.parameters))),
-        layers=tuple(
-            replace(
-                layer,
-                parameters=tuple(
-                    item for parameter in layer.parameters for item in (frozen(parameter), *adapters(parameter))
-                ),
-            )
-            for layer in model.layers
-        ),
-    )
+    def adapted(layer: FSDPModuleShape) -> FSDPModuleShape:
+        parameters = ((parameter, *adapters(parameter)) for parameter in _frozen(layer, dtype).parameters)
+        return replace(layer, parameters=tuple(chain.from_iterable(parameters)))
+
+    name, root = f"{model.name}, LoRA of rank {rank}", _frozen(model.root, dtype)
+    return replace(model, name=name, root=root, layers=tuple(map(adapted, model.layers)))
 
 
 def with_trainable_share(model: ModelShape, share: float, dtype: str) -> ModelShape:

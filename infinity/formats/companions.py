@@ -161,8 +161,13 @@ def keep_configs(checkpoints: Path, model: nn.Module) -> None:
         )
         return
     folder.mkdir(exist_ok=True)
+    _write_changed(folder, files)
+
+
+def _write_changed(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+            (folder / name).parent.mkdir(exist_ok=True)
             write_durably(folder / name, content)
 
 
@@ -185,10 +190,7 @@ def keep_tokenizer(checkpoints: Path, tokenizer: Any) -> None:
     templates = {name for name in companion_files(folder) if name.startswith(_TEMPLATES)}
     for name in {*_TOKENIZER, *vocabularies.values(), *templates} - new.keys():
         (folder / name).unlink(missing_ok=True)
-    for name, content in new.items():
-        if not (folder / name).is_file() or (folder / name).read_bytes() != content:
-            (folder / name).parent.mkdir(exist_ok=True)
-            write_durably(folder / name, content)
+    _write_changed(folder, new)
 
 
 def _keep_adapters(folder: Path, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.units import MIB, format_size
 from infinity.untrusted_files import read_regular
 from infinity_tools.progress import byte_progress
+from infinity_tools.shared_options import Json
 
 if TYPE_CHECKING:
     from infinity.checkpoint.reader import CheckpointReader
@@ -72,7 +73,7 @@ def export(
     model_config: Annotated[
         Path | None, typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Export a checkpoint as weights for `from_pretrained`, or with optimizer state for plain FSDP2.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
 from infinity.cli_errors import at_most, setting
-from infinity.config import Config
+from infinity.config import Config, TelemetryConfig, runtime_dir
 from infinity.units import LARGEST
 
 SETTINGS: Final = {
@@ -46,6 +47,20 @@ HELP: Final = {
     "[default: from --config, or the first usable default folder (docs/reference/settings.md)]"
 }
 """Help that differs from the declaration of the setting, because the commands use the setting in another way."""
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+"""Option `--json` of commands."""
+Runtime = Annotated[
+    str,
+    typer.Option("--runtime-dir", help="Runtime folder of the node. [default: same as telemetry.runtime_dir]"),
+]
+"""Option `--runtime-dir` of commands that do not read settings. See `runtime_folder`."""
+
+
+def runtime_folder(runtime: str) -> Path:
+    """Return the runtime folder for a value of `Runtime`."""
+    return runtime_dir(TelemetryConfig(runtime_dir=runtime))
 
 
 class Panel:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from infinity.cli_errors import Version
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
 from infinity.units import format_size
+from infinity_tools.shared_options import Json, Runtime, runtime_folder
 from infinity_tools.tables import age, show_whole, table
 
 
 def status(
-    runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: telemetry.runtime_dir]")
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    runtime: Runtime = "",
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Show the ranks, drives, reserved space and stale runs of this node, as known to infinityd."""
-    folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
+    folder = runtime_folder(runtime)
     found = NodeDaemon(folder).ask("state")
     if found is None:
         raise ConfigError(

@@ -21,12 +21,12 @@ from infinity.cli_errors import Command, Commands, Version, failures
 from infinity.errors import ConfigError
 from infinity.units import format_size, parse_size
 from infinity_tools.progress import byte_progress, short
+from infinity_tools.shared_options import Json
 
 if TYPE_CHECKING:
     from infinity_tools.stored_runs import BadPage, Checkpoint, StoredCopy, StoredRun, Waste
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-_JSON = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt for confirmation.")]
 _SHOWN = 20  # bad pages of a run that are printed
@@ -38,7 +38,7 @@ def _store(version: Version = False) -> None:
 
 
 @app.command(cls=Command)
-def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
+def ls(paths: _PATHS, json: Json = False, version: Version = False) -> None:
     """List runs and their checkpoints, with sizes and owners.
 
     The column *size* covers all pages and state files of a checkpoint. The column *exclusive* covers only those that no
@@ -70,7 +70,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
 def verify(
     paths: _PATHS,
     run: Annotated[str, typer.Option(help="Verify only this run. [default: all runs that have ended]")] = "",
-    json: _JSON = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Verify the checksums of all checkpoint pages at full speed.
@@ -94,7 +94,7 @@ def verify(
 def scrub(
     paths: _PATHS,
     rate: Annotated[str, typer.Option(help="Maximum bytes per second, such as 200MiB. [default: no limit]")] = "",
-    json: _JSON = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Verify all checkpoints, including those of live runs, at a limited rate, for example from cron.
@@ -222,7 +222,7 @@ def gc(
     paths: _PATHS,
     yes: _YES = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the data without removing it.")] = False,
-    json: _JSON = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Remove unusable data of runs that have ended.
@@ -294,7 +294,7 @@ def rm(
         ),
     ] = False,
     yes: _YES = False,
-    json: _JSON = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Remove runs that have ended, with their checkpoints.

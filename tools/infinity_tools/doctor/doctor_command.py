@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.cli_errors import Version
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity_tools.doctor.accelerator import ACCELERATOR
 from infinity_tools.doctor.daemon_check import NODE
@@ -25,6 +24,7 @@ from infinity_tools.doctor.memory import MEMORY
 from infinity_tools.doctor.software import ENGINE, PROCESSOR, SOFTWARE
 from infinity_tools.doctor.storage import STORAGE
 from infinity_tools.doctor.world import World
+from infinity_tools.shared_options import Json, Runtime, runtime_folder
 
 _EXIT = {Status.OK: 0, Status.NOTE: 0, Status.WARNING: 1, Status.PROBLEM: 2}
 STYLES: Final[Mapping[Status, str]] = {
@@ -46,11 +46,8 @@ def doctor(
         list[str] | None,
         typer.Argument(help="Folders in which runs store their state (storage.paths). [default: current folder]"),
     ] = None,
-    runtime: Annotated[
-        str,
-        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    runtime: Runtime = "",
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Check whether this machine is ready for infinity, and suggest fixes.
@@ -66,7 +63,7 @@ def doctor(
     """
     paths = folders or ["."]
     _check_paths(paths)
-    world = World.of(paths, runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)))
+    world = World.of(paths, runtime_folder(runtime))
     found: list[Finding] = []
     console = Console(highlight=False)
     if not json and not folders:

@@ -19,6 +19,7 @@ from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.translate import Migration, Row
 from infinity_tools.migrate.translate import migrate as translate
 from infinity_tools.output import write_out
+from infinity_tools.shared_options import Json
 from infinity_tools.tables import table
 
 _SETTINGS = "infinity.toml"
@@ -38,7 +39,7 @@ def migrate(
         list[Path] | None, typer.Option(help="Folder for the state, instead of nvme_path; repeat for several drives.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Translate a DeepSpeed configuration into settings and code, with an explanation of every key.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,6 @@ import typer
 from rich.console import Console
 
 from infinity.cli_errors import Version, finite, setting
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.io.probe.points import Load, points_of
 from infinity.io.probe.sustained import MOST_BYTES, bytes_to_sustain
@@ -21,6 +19,7 @@ from infinity_tools.probe.probe_report import Ask
 from infinity_tools.probe.recommendation import usual_size
 from infinity_tools.probe.shown import announce, open_view, show
 from infinity_tools.probe.work import check, probe_all
+from infinity_tools.shared_options import Json, Runtime, runtime_folder
 
 _PAGE_BYTES = 8 * MIB  # usual page size, transferred in one request
 _BLOCKS = sorted({256 * KIB, MIB, usual_size()[0], _PAGE_BYTES})
@@ -77,11 +76,8 @@ def probe(
     sustained_seconds: Annotated[
         float, typer.Option(min=0.001, max=86400, callback=finite, help="Maximum duration of sustained writes.")
     ] = 600.0,
-    runtime: Annotated[
-        str,
-        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    runtime: Runtime = "",
+    json: Json = False,
     out: Annotated[Path | None, typer.Option(help="Write probe.json, probe.toml and probe.png to this folder.")] = None,
     version: Version = False,
 ) -> None:
@@ -123,7 +119,7 @@ def probe(
         engine=engine,
         sustained_bytes=bytes_to_sustain(names, asked) if sustained else None,
         sustained_seconds=sustained_seconds,
-        runtime=runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)),
+        runtime=runtime_folder(runtime),
     )
     check(ask)
     if out is not None:

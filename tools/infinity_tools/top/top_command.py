@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.live import Live
 
 from infinity.cli_errors import Version, finite
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.telemetry.trees import plain
+from infinity_tools.shared_options import Runtime, runtime_folder
 from infinity_tools.top.keyboard import Terminal
 from infinity_tools.top.minute import Minute
 from infinity_tools.top.reading import Reader, word
@@ -37,9 +37,7 @@ def top(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Like --once, but print only JSON.")] = False,
     run: Annotated[str, typer.Option(help="Show only runs whose id starts with this text.")] = "",
-    runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="Runtime folder of the runs. [default: same as telemetry.runtime_dir]")
-    ] = "",
+    runtime: Runtime = "",
     version: Version = False,
 ) -> None:
     """Monitor the runs on this node: steps, tokens, loss, step time and drives.
@@ -52,7 +50,7 @@ def top(
 
     Exit status: 0 on success, 2 if an option is invalid.
     """
-    folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
+    folder = runtime_folder(runtime)
     if runtime and not folder.is_dir():
         raise ConfigError(f"--runtime-dir {runtime!r} is not a folder; pass the telemetry.runtime_dir of the runs")
     reader, console = Reader(folder), Console(highlight=False)

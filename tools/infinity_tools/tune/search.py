@@ -26,7 +26,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
 from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space, changes
@@ -52,11 +52,8 @@ class SearchFailed(Exception):
         self.outcome = outcome
 
 
-class Measure(Protocol):
-    """Callable that trains with a candidate for a few steps."""
-
-    def __call__(self, candidate: Candidate, role: Role, bounds: Bounds, /) -> Outcome:
-        """Return the outcome, which is ``failed`` if training with the candidate is not possible."""
+Measure = Callable[[Candidate, Role, Bounds], Outcome]
+"""Function that trains with a candidate for a few steps. The outcome is ``failed`` if this is not possible."""
 
 
 class Search:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from infinity.cli_errors import Version, finite
 from infinity.config import load_config
-from infinity_tools.shared_options import Panel, settings_in
+from infinity_tools.shared_options import Json, Panel, settings_in
 
 if TYPE_CHECKING:
     from infinity_tools.tune.trial import Workload
@@ -66,7 +66,7 @@ def tune(
         int,
         _SEARCH.option(min=1, max=100, help="Number of final comparisons between the initial settings and the winner."),
     ] = 3,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    json: Json = False,
     version: Version = False,
 ) -> None:
     """Find the fastest settings for a model on this machine with short training trials.
