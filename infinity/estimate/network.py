@@ -5,9 +5,10 @@ All sizes are sizes of complete tensors, that is, of the weights or gradients of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from infinity.schema import integer, number, one_of, record, sequence
 
 Points = tuple[tuple[float, float], ...]
 """Measured or computed (bytes, seconds) of a collective, in ascending order of bytes."""
@@ -111,41 +112,41 @@ def network_of_rates(nodes: int, ranks_per_node: int, *, network: float, within:
     )
 
 
-def network_of_measurements(found: dict[str, object]) -> Network:
+_POINT = record(
+    lambda **point: (float(point["bytes"]), float(point["seconds"])),
+    more=True,
+    bytes=number(0, 1e18),
+    seconds=number(1e-12, 1e9),
+)
+_MEASUREMENTS = record(
+    more=True,
+    backend=one_of("gloo", "nccl"),
+    nodes=integer(1),
+    ranks_per_node=integer(1),
+    collectives=record(lacking=COLLECTIVES, more=True, **dict.fromkeys(COLLECTIVES, sequence(_POINT))),
+)
+
+
+def network_of_measurements(found: object) -> Network:
     """Return the collectives that `infinity probe --interconnect` has measured.
 
     Args:
         found: Content of `interconnect.json`.
 
     Raises:
-        KeyError, TypeError, ValueError: If the content is malformed.
+        ValueError: If the content is malformed.
     """
-    measured = found["collectives"]
-    if not isinstance(measured, dict) or found["backend"] not in ("gloo", "nccl"):
-        raise ValueError("no measurements")
-    gloo = found["backend"] == "gloo"
-
-    def points(name: str) -> Points:
-        return _checked(measured.get(name, ()))
-
-    nodes, ranks = int(str(found["nodes"])), int(str(found["ranks_per_node"]))
-    if nodes < 1 or ranks < 1 or not points("all_gather") or not points("reduce_scatter"):
+    results = _MEASUREMENTS(found)
+    measured: dict[str, Points] = results["collectives"]
+    if not measured.get("all_gather") or not measured.get("reduce_scatter"):
         raise ValueError("incomplete measurements")
+    if any(low >= high for points in measured.values() for (low, _), (high, _) in pairwise(points)):
+        raise ValueError("measurements not in ascending order")
+    gloo = results["backend"] == "gloo"
     return Network(
-        nodes=nodes,
-        ranks_per_node=ranks,
+        nodes=results["nodes"],
+        ranks_per_node=results["ranks_per_node"],
         reduces_all=gloo,
         overlapped=not gloo,
-        **{name: points(name) for name in COLLECTIVES},
+        **measured,
     )
-
-
-def _checked(rows: object) -> Points:
-    if not isinstance(rows, Sequence):
-        raise TypeError("not a list")
-    points = tuple((float(row["bytes"]), float(row["seconds"])) for row in rows)
-    if not all(0 <= nbytes < 1e18 and 0 < seconds < 1e9 for nbytes, seconds in points):
-        raise ValueError("a measurement out of range")
-    if any(low >= high for (low, _), (high, _) in pairwise(points)):
-        raise ValueError("measurements not in ascending order")
-    return points

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
@@ -19,7 +20,6 @@ from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.schedulers import OF_TORCH
 
 _LIMIT = 1 << 20
-_DEPTH = 32
 AUTO = "auto"
 """Value that transformers' Trainer replaces with one of its TrainingArguments."""
 
@@ -92,8 +92,6 @@ def read_config(file: Path) -> Found:
         raise ConfigError(f"{name} is not a DeepSpeed configuration: {error!s:.200}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{name} is not a DeepSpeed configuration: it must be a JSON object, got {brief(data)}")
-    if _depth(data) > _DEPTH:
-        raise ConfigError(f"{name} is not a DeepSpeed configuration: it is nested more than {_DEPTH} levels deep")
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -113,8 +111,7 @@ def read_config(file: Path) -> Found:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {brief(twice)} occurs twice; remove one of them")
     return found
 
@@ -139,19 +136,6 @@ def _problem(text: str, error: json.JSONDecodeError) -> str:
     if "trailing comma" in error.msg:
         return "there is a comma before a closing bracket; remove it"
     return error.msg[:1].lower() + error.msg[1:]
-
-
-def _depth(value: Any) -> int:
-    """Return the nesting depth of a value, which is limited by the JSON parser."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-        ]
-    return depth
 
 
 def _entries(section: Mapping[str, Any], prefix: str) -> Iterator[Entry]:

@@ -32,7 +32,7 @@ def measured_network(path: str, nodes: int, ranks_per_node: int) -> Network:
             f"--interconnect {path!r} cannot be read: {error.strerror}; write it with "
             "`infinity probe --interconnect --out FOLDER`, or pass a bandwidth such as 10GbE"
         ) from None
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
+    except (ValueError, RecursionError):
         raise ConfigError(
             f"--interconnect {path!r} is not a result of `infinity probe --interconnect`; "
             "pass interconnect.json from its --out folder, or a bandwidth such as 10GbE"
