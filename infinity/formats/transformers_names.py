@@ -181,11 +181,38 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
         wanted: tensors of the model's `state_dict` by name, on the meta device.
         model: model whose class and configuration determine the rules.
     """
-    inner, found = pretrained_model(model), _Matching(tensors, wanted)
+    targets, fused = _targets(tensors, wanted, model)
+    plain: dict[str, str] = {}  # name in the checkpoint, by name in the model
+    unexpected: dict[str, str] = {}
+    clashing: dict[str, str] = {}
+    for name, target in targets.items():
+        if target not in wanted:
+            unexpected[name] = target
+        elif target in plain:
+            clashing[target] = f"both {plain[target]} and {name} in the checkpoint map to it"
+        else:
+            plain[target] = name
+    made, failed = _made(fused.values(), tensors)
+    owner = dict(plain)
+    for conversion in made:
+        sources = ", ".join(conversion.sources)
+        for target in conversion.targets:
+            if target not in wanted:
+                unexpected[sources] = target
+            elif target in owner:
+                clashing[target] = f"both {owner[target]} and {sources} in the checkpoint map to it"
+            owner[target] = sources
+    renamed = [Conversion({name: tensors[name]}, {target: tensors[name]}) for target, name in plain.items()]
+    return Matched((*renamed, *made), unexpected, failed | clashing)
+
+
+def _targets(
+    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], model: nn.Module
+) -> tuple[dict[str, str], dict[str, _Rule]]:
+    """Return the new names of tensors that are at most renamed, and the rules for others by their first target."""
+    inner = pretrained_model(model)
     if inner is None:
-        for name in tensors:
-            found.place(name, name)
-        return found.matched()
+        return {name: name for name in tensors}, {}
     from transformers import core_model_loading as loading
 
     with torch_private.classes_of_before(inner):
@@ -195,50 +222,18 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known = dict(wanted)
+    targets: dict[str, str] = {}
+    fused: dict[str, _Rule] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, inner.base_model_prefix, known)
         if target not in wanted and name in wanted:  # the checkpoint already has the model's own names
             target, pattern = loading.rename_source_key(name, [], [], inner.base_model_prefix, known)
         if pattern is None or target not in wanted:
-            found.place(name, target)
+            targets[name] = target
         else:
-            rule = found.fused.setdefault(target, _Rule(of_pattern[pattern], target, shapes))
+            rule = fused.setdefault(target, _Rule(of_pattern[pattern], target, shapes))
             rule.sources.append((pattern, name))
-    return found.matched()
-
-
-class _Matching:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self._wanted = tensors, wanted  # tensors of checkpoint and model, by name
-        self._plain: dict[str, str] = {}  # name in the checkpoint by name in the model
-        self._unexpected: dict[str, str] = {}  # name after conversion, by name in the checkpoint
-        self._failed: dict[str, str] = {}  # reason for the failure, by name in the model
-        self.fused: dict[str, _Rule] = {}  # rules, by name of the first target
-
-    def place(self, name: str, target: str) -> None:
-        if target not in self._wanted:
-            self._unexpected[name] = target
-        elif target in self._plain:
-            self._failed[target] = f"both {self._plain[target]} and {name} in the checkpoint map to it"
-        else:
-            self._plain[target] = name
-
-    def matched(self) -> Matched:
-        made, failed = _made(self.fused.values(), self._tensors)
-        owner: dict[str, str] = dict(self._plain)
-        for conversion in made:
-            sources = ", ".join(conversion.sources)
-            for target in conversion.targets:
-                if target not in self._wanted:
-                    self._unexpected[sources] = target
-                elif target in owner:
-                    failed[target] = f"both {owner[target]} and {sources} in the checkpoint map to it"
-                owner[target] = sources
-        plain = [
-            Conversion({name: self._tensors[name]}, {target: self._tensors[name]})
-            for target, name in self._plain.items()
-        ]
-        return Matched((*plain, *made), self._unexpected, {**self._failed, **failed})
+    return targets, fused
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from infinity.config import Config, load_config
+from infinity_tools.migrate.key_table import TABLE
 from infinity_tools.migrate.keys import Key, Status
-from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.optimizers import TAKEN
 from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.schedulers import SCHEDULERS

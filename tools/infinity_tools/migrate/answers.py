@@ -10,8 +10,8 @@ from infinity.schema import brief
 from infinity.units import format_setting
 from infinity_tools.migrate import schedulers, toml_output
 from infinity_tools.migrate.code import taken_of
+from infinity_tools.migrate.key_table import TABLE
 from infinity_tools.migrate.keys import Key, Status
-from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.optimizers import BY_HAND, TAKEN, UNSUPPORTED
 from infinity_tools.migrate.read import Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from infinity_tools.migrate.keys_around import TABLE
+from infinity_tools.migrate.key_table import TABLE
 from infinity_tools.migrate.optimizers import ADAM, TAKEN, Optimizer
 from infinity_tools.migrate.read import AUTO, Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS

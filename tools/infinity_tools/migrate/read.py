@@ -15,8 +15,8 @@ from typing import Any
 from infinity.errors import ConfigError
 from infinity.schema import Mismatch, anything, at, brief, flag, integer, one_of, text
 from infinity.untrusted_files import read_regular
+from infinity_tools.migrate.key_table import TABLE
 from infinity_tools.migrate.keys import Key
-from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.schedulers import OF_TORCH
 
 _LIMIT = 1 << 20

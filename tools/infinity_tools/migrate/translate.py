@@ -10,8 +10,8 @@ from infinity.schema import brief
 from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.answers import ANSWERS
 from infinity_tools.migrate.code import code_of, ranks_of, ranks_sentence, trainer_code_of
+from infinity_tools.migrate.key_table import TABLE
 from infinity_tools.migrate.keys import Key, Status
-from infinity_tools.migrate.keys_around import TABLE
 from infinity_tools.migrate.read import AUTO, Entry, Found
 
 
