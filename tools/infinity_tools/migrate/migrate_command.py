@@ -14,11 +14,11 @@ from rich.text import Text
 
 from infinity.cli_errors import Version, failures
 from infinity.errors import ConfigError
+from infinity.untrusted_files import replacing
 from infinity_tools.migrate.keys import NOT_IMPORTED, Status
 from infinity_tools.migrate.read import read_config
 from infinity_tools.migrate.translate import Migration, Row
 from infinity_tools.migrate.translate import migrate as translate
-from infinity_tools.output import write_out
 from infinity_tools.shared_options import Json
 from infinity_tools.tables import table
 
@@ -57,12 +57,20 @@ def migrate(
         settings_file = str(out or _SETTINGS)
         done = translate(found, str(config), settings_file, [str(path) for path in nvme or ()])
         if out is not None:
-            write_out(out.parent, {out.name: done.toml}, {})
+            _write(out, done.toml)
         if json:
             typer.echo(json_format.dumps(_document(done)))
         else:
             _show(done, out)
     raise typer.Exit(1 if done.refusals else 0)
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        with replacing(out, 0o666) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write --out {str(out)!r}: {error.strerror}") from error
 
 
 def _document(done: Migration) -> dict[str, Any]:
