@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -214,6 +211,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool
 
 def list_presets(*, json: bool) -> None:
     """Print the presets, for `--model list`."""
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("preset", "parameters", "vocabulary", "description", box=None, header_style="bold")
     table.columns[1].justify = table.columns[2].justify = "right"
     listed = []

@@ -23,7 +23,7 @@ _DATA = "data.json"
 _DEFAULTS: Recipe = {"model": "llama-100m", "method": "sft"}
 
 
-def stored_recipe(out: str | None, resume: str) -> Recipe:
+def stored_recipe(out: str | None, resume: str | None) -> Recipe:
     """Return the recipe of the run to resume, or {} for a new run.
 
     Args:
@@ -68,7 +68,7 @@ def merged(given: Recipe, stored: Recipe) -> tuple[Recipe, Recipe]:
     return {**stored, **changed}, {key: stored.get(key) for key in changed}
 
 
-def find_start(out: Path, resume: str, settings: Config, ranks: Ranks) -> Path | None:
+def find_start(out: Path, resume: str | None, settings: Config, ranks: Ranks) -> Path | None:
     """Return the Trainer's checkpoint folder to start from, or None to start a new run.
 
     Raises:

@@ -59,10 +59,10 @@ _NOISE = (
 class RunOptions:
     """Options that concern one start of a run, which recipes therefore do not contain."""
 
-    resume: str
-    """Empty: start a new run. `latest`, `auto` (start a new run if there is no checkpoint), or a checkpoint folder."""
-    trace: str
-    """File for a timeline, or empty."""
+    resume: str | None
+    """None: start a new run. `latest`, `auto` (start a new run if there is no checkpoint), or a checkpoint folder."""
+    trace: Path | None
+    """File for a timeline."""
     metrics_port: int | None
     """Port on which the first rank of each node serves metrics. None: no metrics. 0: any free port."""
     metrics_host: str
@@ -161,7 +161,7 @@ def _resolved(given: Mapping[str, Any], options: RunOptions) -> tuple[Recipe, Re
             values.pop("offload.run.resume_replica", None)
     before = {key: value for key, value in before.items() if value != recipe.get(key)}
     if options.trace:
-        settings = settings.with_values(**{"telemetry.timeline": options.trace})
+        settings = settings.with_values(**{"telemetry.timeline": str(options.trace)})
     if settings.storage.paths:
         starts = {"run.resume": "auto" if options.resume == "auto" else "latest"} if options.resume else {}
         check_config(settings.with_values(**starts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,6 +122,7 @@ def train(
     To train on 8 GPUs of this machine, pass `--nproc 8`. For several nodes, use `torchrun --nnodes 2 --nproc-per-node 8
     … -m infinity_tools train …`.
     """
+    options = dict(locals())
     with failures(debug=debug):
         from infinity import torchrun
 
@@ -154,17 +156,7 @@ def train(
             chosen = {name: value for name, value in own.items() if value is not None}
             return found | recipes.replacing(typed, found) | chosen
 
-        status = run_training(
-            given,
-            RunOptions(
-                resume=resume or "",
-                trace="" if trace is None else str(trace),
-                metrics_port=metrics_port,
-                metrics_host=metrics_host,
-                metrics_linger=metrics_linger,
-                json=json,
-            ),
-        )
+        status = run_training(given, RunOptions(**{field.name: options[field.name] for field in fields(RunOptions)}))
     raise typer.Exit(status)
 
 
