@@ -156,12 +156,10 @@ bench-tune: install
 	$(BIN)/python -W ignore benchmarks/bench_tune.py $(ARGS)
 
 docs: install
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages settings > docs/reference/settings.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages metrics > docs/reference/metrics.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages daemon-settings > docs/reference/daemon-settings.md
+	for page in settings daemon-settings metrics doctor cli; do \
+	  PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages $$page > docs/reference/$$page.md || exit; \
+	done
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/reference/compatibility.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/reference/doctor.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.cli_page > docs/reference/cli.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
 
 # Write pictures of commands to docs/images. Requires chromium. ARGS="plan top" selects commands.

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 import infinity.config as run_config
 import infinity_daemon.daemon_config as daemon_config
-from support import cli_page, doctor_page, reference_pages
+from support import reference_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_generated_pages_are_current(subtests: pytest.Subtests) -> None:
-    for page, generate in {
-        "reference/settings.md": partial(reference_pages.page, "settings"),
-        "reference/daemon-settings.md": partial(reference_pages.page, "daemon-settings"),
-        "reference/metrics.md": partial(reference_pages.page, "metrics"),
-        "reference/doctor.md": doctor_page.page,
-        "reference/cli.md": cli_page.page,
-    }.items():
-        with subtests.test(page):
-            assert (DOCS / page).read_text() == generate()
+    for name, generate in reference_pages.PAGES.items():
+        with subtests.test(name):
+            assert (DOCS / f"reference/{name}.md").read_text() == generate()
 
 
 def test_every_setting_is_documented() -> None:
