@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,9 +19,11 @@ import pytest
 from infinity.errors import ConfigError
 from infinity_daemon import copy_channel, copy_pull, copy_server
 from infinity_daemon.copy_channel import MAX_REQUEST_BYTES, ChannelError, Ends, open_channel
-from support.copies import HEADER, IDENTITY, RUN, TOKEN, Node, Rank, check_copy
+from support.copies import IDENTITY, RUN, TOKEN, Node, Rank, check_copy
 
 ENDS = Ends(RUN, 0, 1)
+HEADER = struct.Struct("!QBI")
+"""Number, kind and length of a message between daemons."""
 SIZES = json.dumps({"identity": IDENTITY, "op": "sizes"}).encode()
 
 

@@ -23,18 +23,15 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
 from infinity.store import path_bandwidth
-from infinity.telemetry import Stats, read_stats_file
+from infinity.telemetry import read_stats_file
 from infinity.telemetry.exporter import serve
 from infinity.telemetry.stats_file import StatsFileError
 from infinity_daemon.drive_bandwidth import FILE_NAME
-from support.daemon_process import daemon, get, rejected, state, talk, until
+from support.counted_rank import make_stats
+from support.daemon_process import as_user, daemon, get, rejected, state, talk, until
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="requires root to switch to another user")
-
-
-def make_stats(folder: Path) -> Stats:
-    return Stats.create(folder, run_id="r", rank=0, local_rank=0, world_size=1, devices=[], info={})
 
 
 def listeners(port: int) -> list[str]:
@@ -253,15 +250,13 @@ def test_only_root_reads_stats_files_of_other_users(tmp_path):
     for above in tmp_path.parents:
         if "pytest" in str(above):
             above.chmod(0o755)
-    child = os.fork()
-    if not child:
-        os.setuid(OTHER_USER)
-        try:
+
+    def read() -> str:
+        with pytest.raises(StatsFileError) as caught:
             read_stats_file(stats.path)
-        except StatsFileError as error:
-            os._exit("belongs to user" not in str(error))
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return str(caught.value)
+
+    assert "belongs to user" in as_user(OTHER_USER, read)
 
 
 def test_runtime_folder_precedence(tmp_path, monkeypatch):

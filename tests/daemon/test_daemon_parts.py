@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import json
 import os
 import re
 import time
@@ -15,7 +14,6 @@ from prometheus_client.core import GaugeMetricFamily
 
 from infinity.errors import BudgetError
 from infinity.io.block_devices import SYSFS, Drive, Place, counters, locate, space
-from infinity.telemetry import Stats
 from infinity.telemetry import stats_file as stats_file
 from infinity_daemon.collection import Collection
 from infinity_daemon.collectors import DeviceFamilies, rank_families
@@ -25,6 +23,7 @@ from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.run_log import RunLog
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stats_files import StatsFiles
+from support.counted_rank import make_stats
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
 ALICE, BOB = Owner(uid=0, pid=10, process_started=1), Owner(uid=0, pid=11, process_started=1)
@@ -184,10 +183,7 @@ def test_only_a_missing_configured_path_fails_the_devices_collector(tmp_path):
     used = tmp_path / "used"
     used.mkdir()
     ranks = [str(used), str(tmp_path / "gone")]
-    stats = Stats.create(
-        tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"],
-        info={"paths": json.dumps(ranks)},
-    )  # fmt: skip
+    stats = make_stats(tmp_path, "r", 2, 4, ranks)
     stats_files, name = StatsFiles(tmp_path, 60, 60), locate(str(used)).drive.name
     collection, text = devices_metrics(tmp_path, [], stats_files, ranks=ranks)
     assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2",run="r"}} 1.0' in text()
@@ -212,7 +208,7 @@ def test_a_drive_that_does_not_respond_fails_the_devices_collector(tmp_path, mon
 
 
 def make(folder, rank, run_id="run"):
-    return Stats.create(folder, run_id=run_id, rank=rank, local_rank=0, world_size=8, devices=[], info={})
+    return make_stats(folder, run_id, rank, 8)
 
 
 def test_ranks_are_counted_by_status_across_runs(tmp_path):
@@ -305,8 +301,7 @@ def test_a_dead_rank_is_reported_until_its_run_is_resumed_or_removed(tmp_path, m
 
     def start(run_id, name="tiny"):
         (drive / run_id).mkdir(parents=True, exist_ok=True)
-        info = {"paths": json.dumps([str(drive)]), "name": name}
-        return Stats.create(runtime, run_id=run_id, rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
+        return make_stats(runtime, run_id, paths=[drive], name=name)
 
     def kill(stats):
         fcntl.flock(stats._file, fcntl.LOCK_UN)  # as the operating system does when a process ends

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from infinity.daemon_client import NodeDaemon
-from infinity.telemetry import Stats
 from infinity_daemon.fairness import Fairness, Usage
+from support.counted_rank import make_stats
 from support.daemon_process import daemon, until
 
 CAPACITY = 1000.0
@@ -145,13 +144,7 @@ def test_the_daemon_limits_only_the_greedy_run(tmp_path: Path) -> None:
     """Of two runs, the one whose stats file shows nearly all traffic of the drive is limited."""
     (tmp_path / "drive").mkdir()
     with daemon(tmp_path):
-        stats_files = {
-            name: Stats.create(
-                tmp_path, run_id=name, rank=0, local_rank=0, world_size=1, devices=["nvme0"],
-                info={"paths": json.dumps([str(tmp_path / "drive")])},
-            )
-            for name in ("greedy", "modest")
-        }  # fmt: skip
+        stats_files = {name: make_stats(tmp_path, name, paths=[tmp_path / "drive"]) for name in ("greedy", "modest")}
 
         def rates(run_id: str) -> object:
             answer = NodeDaemon(tmp_path).ask("pace", run_id=run_id, paths=[str(tmp_path / "drive")])

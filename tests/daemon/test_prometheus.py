@@ -25,6 +25,7 @@ import pytest
 from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import METRICS, Stats
 from infinity.telemetry.stats_cells import label_sets
+from support.counted_rank import make_stats
 from support.daemon_process import daemon, get, until
 from support.processes import free_port
 
@@ -100,10 +101,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         daemons = [stack.enter_context(daemon(runtime, *options)) for runtime in runtimes]
         ranks = []
         for run, world_size, rank, node in RANKS:
-            info = {"paths": json.dumps([str(drive)]), "version": "1", "io_engine": "io_uring"}
-            stats = Stats.create(
-                runtimes[node], run_id=run, rank=rank, local_rank=0, world_size=world_size, devices=["nvme0"], info=info
-            )
+            stats = make_stats(runtimes[node], run, rank, world_size, [drive])
             stack.callback(stats.close)
             ranks.append(stats)
         assert NodeDaemon(runtimes[0]).ask("copies_join", run_id=RANKS[0][0], rank=0, token="ab" * 32)
@@ -247,10 +245,7 @@ def test_eight_ranks_on_four_drives_export_few_series(tmp_path: Path) -> None:
         os.mkdir(folder)
     with ExitStack() as stack:
         for rank in range(8):
-            stats = Stats.create(
-                runtime, run_id="20261123-000000-0123", rank=rank, local_rank=rank, world_size=8,
-                devices=[f"nvme{number}" for number in range(4)], info={"paths": json.dumps(folders)},
-            )  # fmt: skip
+            stats = make_stats(runtime, "20261123-000000-0123", rank, 8, folders)
             stack.callback(stats.close)
             update_all_metrics(stats)
         process = stack.enter_context(daemon(runtime, *(word for path in folders for word in ("--device-path", path))))

@@ -11,8 +11,7 @@ import shutil
 import socket
 import stat
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError, FolderBusyError
 from infinity.io.block_devices import locate
-from infinity.telemetry import Stats
 from infinity_daemon import reservations, server
 from infinity_daemon.daemon_config import load_daemon_config
 from infinity_daemon.stats_files import StatsFiles
 from infinity_daemon.users import ALL, Users, may_name, opened
-from support.daemon_process import client, daemon, get, rejected, state, talk, until
+from support.counted_rank import make_stats
+from support.daemon_process import as_user, client, daemon, get, rejected, state, talk, until
 
 ALICE, BOB, GROUP = 65_001, 65_002, 65_003
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="requires root to act as several users")
@@ -51,35 +50,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def as_user(uid: int, act: Callable[[], Any], *groups: int) -> Any:
-    """Return the result of `act`, run in a process of a user. It must be serializable as JSON."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(reader)
-            os.setgroups(groups)
-            os.setgid(uid)
-            os.setuid(uid)
-            os.write(writer, json.dumps(act()).encode())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        result = file.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    return json.loads(result)
-
-
 def start_rank(run_id: str, *paths: Path, close: bool = False, **info: str) -> str:
     """Create the stats file of a rank, as this user's runs do, and return its path. The process stays its owner."""
-    stats = Stats.create(
-        runtime_dir(TelemetryConfig()), run_id=run_id, rank=0, local_rank=0, world_size=1,
-        devices=[f"nvme{number}" for number in range(len(paths))],
-        info={"paths": json.dumps([str(path) for path in paths]), **info},
-    )  # fmt: skip
+    stats = make_stats(runtime_dir(TelemetryConfig()), run_id, paths=paths, **info)
     stats.counter("steps_total").add(7)
     if close:
         stats.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import struct
 from collections.abc import Sequence
 from functools import reduce
 from operator import xor
@@ -196,7 +195,3 @@ def check_copy(ranks: Sequence[Rank], rank: Rank, nodes: int) -> None:
         assert (folder / source.manifest.state_file).read_bytes() == source.state
         names |= {peer.manifest, source.manifest.state_file}
     assert {entry.name for entry in folder.iterdir()} == names
-
-
-HEADER = struct.Struct("!QBI")
-"""Number, kind and length of a message between daemons."""

@@ -1,38 +1,37 @@
-"""A rank that does not train, but writes the metrics of steps to a stats file."""
+"""Stats files of ranks that do not train."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.telemetry import Stats
 
 
-class CountedRank:
-    """Write the metrics of a rank to a stats file in a folder, or in memory if `folder` is ``None``."""
+def make_stats(
+    folder: Path | None,
+    run: str = "run-1",
+    rank: int = 0,
+    world_size: int = 1,
+    paths: Sequence[object] = (),
+    **info: str,
+) -> Stats:
+    """Create the stats file of a rank in a folder, or in memory if `folder` is ``None``."""
+    devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
+    info = {"version": "0.1.0", "io_engine": "threads", "paths": json.dumps(list(map(str, paths))), **info}
+    return Stats.create(
+        folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices, info=info
+    )
 
-    def __init__(
-        self,
-        folder: Path | None,
-        run: str = "run-1",
-        rank: int = 0,
-        world_size: int = 1,
-        paths=(),
-        version="0.1.0",
-        **info: str,
-    ) -> None:
-        devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
-        texts = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
-        self.stats = Stats.create(
-            folder,
-            run_id=run,
-            rank=rank,
-            local_rank=rank,
-            world_size=world_size,
-            devices=devices,
-            info={**texts, **info},
-        )
+
+class CountedRank:
+    """Write the metrics of steps to a stats file; see `make_stats` for the arguments."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.stats = make_stats(*arguments, **named)
 
     def step(
         self, *, seconds: float = 0.5, tokens: int = 100, loss: float | None = None, when: float | None = None

@@ -140,6 +140,28 @@ def forked(act):
         yield stack.close
 
 
+def as_user(uid, act, *groups):
+    """Return the result of `act`, run in a process of a user. It must be serializable as JSON."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reader)
+            os.setgroups(groups)
+            os.setgid(uid)
+            os.setuid(uid)
+            os.write(writer, json.dumps(act()).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        result = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return json.loads(result)
+
+
 def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():

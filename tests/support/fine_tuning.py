@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-WORDS = (
+WORDS = [
     "the",
     "a",
     "sea",
@@ -24,7 +24,7 @@ WORDS = (
     "night",
     "day",
     "new",
-)
+]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -84,25 +84,19 @@ def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Any:
     return made
 
 
-def make_model(folder: Path, *, template: str | None = TEMPLATE, vocabulary: int = 320, layers: int = 2) -> Any:
+def make_model(
+    folder: Path, *, template: str | None = TEMPLATE, vocabulary: int = 320, layers: int = 2, dtype: str = "float32"
+) -> Any:
     """Save a small Llama with random weights and a tokenizer; return the model."""
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=vocabulary, max_position_embeddings=2048, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
     torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     make_tokenizer(folder, template)
     return model

@@ -136,10 +136,9 @@ def test_checks_work_without_proc_and_sys(tmp_path: Path) -> None:
         assert all(one.value and bool(one.fix) == (one.status is not Status.OK) for one in findings), findings
 
 
-def test_doctor_shows_data_from_daemon(tmp_path: Path) -> None:
+def test_doctor_shows_data_from_daemon(runtime: Path, tmp_path: Path) -> None:
     """The daemon provides its version, the measured bandwidth and the reserved space."""
-    runtime, nvme = tmp_path / "run", tmp_path / "nvme"
-    runtime.mkdir(mode=0o700)
+    nvme = tmp_path / "nvme"
     nvme.mkdir()
     with daemon(runtime):
         asked = NodeDaemon(runtime)

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -15,20 +14,9 @@ from support.command import SMALL, run_here
 from support.fine_tuning import make_tokenizer
 
 
-@pytest.fixture(scope="module")
-def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with checkpoints of steps 1 and 2; tests must not change it."""
-    out = tmp_path_factory.mktemp("checkpointed")
-    options = ["--max_steps", "2", "--save_steps", "1", "--save_total_limit", "2", "--out", out / "o"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(out))
-        assert run_here(*SMALL, *options).status == 0
-    return out / "o" / "nvme"
-
-
-def test_transformers_loads_exported_model(checkpointed: Path, tmp_path: Path) -> None:
+def test_transformers_loads_exported_model(trained: Path, tmp_path: Path) -> None:
     """No model configuration has to be given, and training can start from the export."""
-    done = run_here("export", checkpointed, "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
+    done = run_here("export", trained / "nvme", "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
     assert done.summary["step"] == 2
     assert {"model.safetensors.index.json", "config.json", "tokenizer.json"} <= {
@@ -45,24 +33,20 @@ def test_transformers_loads_exported_model(checkpointed: Path, tmp_path: Path) -
     assert done.status == 0, done.errors
 
 
-def _pretrained(folder: Path, *, layers: int = 2) -> Path:
-    """Save a small MoE model, whose stored names differ from its parameter names, with a byte tokenizer."""
+def _pretrained(folder: Path) -> Path:
+    """Save a small MoE model, whose stored names differ from its parameter names, with a tokenizer."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+    from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(1)
-    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-                           num_key_value_heads=2, vocab_size=257, num_local_experts=4, bos_token_id=None,
+    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, vocab_size=300, num_local_experts=4, bos_token_id=None,
                            eos_token_id=None, max_position_embeddings=64)  # fmt: skip
     model = MixtralForCausalLM(config)
     model.generation_config.temperature = 0.5
     model.generation_config.do_sample = True
     model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0]).save_pretrained(folder)
+    make_tokenizer(folder)
     return folder
 
 
@@ -94,12 +78,12 @@ def test_chat_templates_of_another_tokenizer_are_not_exported(tmp_path: Path) ->
     assert [name for name in found if "/" in name] == ["additional_chat_templates/tool_use.jinja"]
 
 
-def test_unreadable_companion_stops_export(checkpointed: Path, tmp_path: Path) -> None:
+def test_unreadable_companion_stops_export(trained: Path, tmp_path: Path) -> None:
     """The message names the file, and no partial export remains."""
-    (copies,) = checkpointed.glob("*/checkpoints/model")
+    (copies,) = trained.glob("nvme/*/checkpoints/model")
     (copies / "vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
     try:
-        done = run_here("export", checkpointed, "--out", tmp_path / "hf")
+        done = run_here("export", trained / "nvme", "--out", tmp_path / "hf")
     finally:
         (copies / "vocab.json").unlink()
     assert done.status == 2
@@ -107,21 +91,21 @@ def test_unreadable_companion_stops_export(checkpointed: Path, tmp_path: Path) -
     assert not list(tmp_path.glob("*hf*"))
 
 
-def test_export_selects_step_and_dtype(checkpointed: Path, tmp_path: Path) -> None:
-    done = run_here("export", checkpointed, "--out", tmp_path / "hf", "--step", 1, "--dtype", "bf16")
+def test_export_selects_step_and_dtype(trained: Path, tmp_path: Path) -> None:
+    done = run_here("export", trained / "nvme", "--out", tmp_path / "hf", "--step", 1, "--dtype", "bf16")
     assert done.status == 0, done.errors
     assert "step 1 of" in done.output
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_dcp_export_contains_model_and_optimizer(checkpointed: Path, tmp_path: Path) -> None:
+def test_dcp_export_contains_model_and_optimizer(trained: Path, tmp_path: Path) -> None:
     """Every tensor is in a separate file."""
-    done = run_here("export", checkpointed, "--out", tmp_path / "dcp", "--to", "dcp", "--json")
+    done = run_here("export", trained / "nvme", "--out", tmp_path / "dcp", "--to", "dcp", "--json")
     assert done.status == 0, done.errors
     assert str(tmp_path / "dcp" / ".metadata") in done.summary["files"]
     assert len(done.summary["files"]) > 3
     stored = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     assert {key.split(".")[0] for key in stored} == {"model", "optim"}
-    done = run_here("export", checkpointed, "--out", tmp_path / "person", "--to", "dcp")
+    done = run_here("export", trained / "nvme", "--out", tmp_path / "person", "--to", "dcp")
     assert "step 2 of" in done.output
     assert "config.json" not in done.output

@@ -288,26 +288,11 @@ def test_network_between_nodes_adds_to_the_step() -> None:
         assert load["busy"] == pytest.approx(network["sent_bytes_per_node"] / rate)
         assert found["seconds"]["step"] >= load["busy"]
         assert "per node in each direction, without latency (from --interconnect)" in " ".join(found["assumptions"])
-        hsdp, full = found["shardings"]["hsdp"], found["shardings"]["full_shard"]
-        assert full["step_seconds"] == found["seconds"]["step"]
-        assert full["network"] == network
-        assert hsdp["network"]["sent_bytes_per_node"] < network["sent_bytes_per_node"]
-        assert hsdp["node_drive_bytes"] > full["node_drive_bytes"]
+        assert found["shardings"]["full_shard"]["network"] == network
     assert slow["seconds"]["step"] > fast["seconds"]["step"]
     assert slow["shardings"]["faster"] == "hsdp"
     assert slow["shardings"]["says"].startswith("HSDP is faster")
     assert planned(f"{QUICK} --no-changes --ranks 2")["shardings"] is None
-
-
-def test_a_file_that_is_no_measurement_raises(tmp_path: Path) -> None:
-    (malformed := tmp_path / "other.json").write_text('{"nodes": 2}')
-    for file, says in (
-        (tmp_path / "absent.json", "cannot be read: No such file or directory"),
-        (malformed, "is not a result of `infinity probe --interconnect`"),
-    ):
-        done = run_here(*shlex.split(QUICK), "--nodes", 2, "--interconnect", file)
-        assert done.status == 2
-        assert says in " ".join(done.errors.split())
 
 
 def test_model_from_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

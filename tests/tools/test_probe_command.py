@@ -190,11 +190,10 @@ def _open_without_name(pid: int, folder: Path) -> bool:
     return any(link.startswith(str(folder)) and link.endswith("(deleted)") for link in links)
 
 
-def test_daemon_stores_best_bandwidth_per_direction(tmp_path: Path) -> None:
+def test_daemon_stores_best_bandwidth_per_direction(runtime: Path, tmp_path: Path) -> None:
     """`--runtime-dir` selects the daemon. Without a daemon, the output states that nothing was stored."""
-    runtime, place = tmp_path / "runtime", tmp_path / "place"
-    for folder in (runtime, place):
-        folder.mkdir(mode=0o700)
+    place = tmp_path / "place"
+    place.mkdir()
     options = ["--size", "8MiB", "--block", "64KiB,1MiB", "--depth", "1,2", "--seconds", "0.05", "--json"]
     with daemon(runtime):
         found = run_here("probe", place, *options, "--runtime-dir", runtime).summary
@@ -236,18 +235,8 @@ def test_all_folders_then_each_folder_are_recorded(tmp_path: Path, monkeypatch: 
     assert [list(values["rates"]) for _, values in asked[1:]] == [names[:1]]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "no folder given; pass a folder on each drive, or --interconnect"),
-        (["--interconnect"], "--interconnect requires several ranks; start it on each node"),
-        (["--interconnect", "drive"], "folder 'drive' cannot be combined with --interconnect"),
-        (["--interconnect", "--sustained"], "--sustained cannot be combined with --interconnect"),
-    ],
-    ids=str,
-)
-def test_interconnect_needs_torchrun_and_no_folders(words: list[str], says: str) -> None:
+def test_interconnect_requires_torchrun() -> None:
     """On the node test bed, tests/nodes/test_interconnect.py measures it."""
-    done = run_here("probe", *words)
+    done = run_here("probe", "--interconnect")
     assert done.status == 2
-    assert says in " ".join(done.errors.split())
+    assert "--interconnect requires several ranks; start it on each node" in done.errors

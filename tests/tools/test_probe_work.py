@@ -164,20 +164,13 @@ def choice(path: str, **values: object) -> Choice:
     return Choice(**(usual | values))  # type: ignore[arg-type]
 
 
-def test_recommended_settings_can_be_loaded(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    """Folder names may contain any character."""
-    for name in ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"]:
-        with subtests.test(name=name):
-            folder = tmp_path / name
-            folder.mkdir()
-            text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
-            storage = load_config(tomllib.loads(text)).storage
-            assert storage == StorageConfig(
-                paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads"
-            )
-            file = tmp_path / "probe.toml"
-            file.write_text(text)
-            assert load_config(file).storage == storage
+def test_recommended_settings_can_be_loaded(tmp_path: Path) -> None:
+    """Folder names may contain any character; see `test_written_settings_load_unchanged`."""
+    folder = tmp_path / 'qu"o\\te'
+    folder.mkdir()
+    text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
+    expected = StorageConfig(paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads")
+    assert load_config(tomllib.loads(text)).storage == expected
 
 
 def test_invalid_recommendation_raises_config_error(subtests: pytest.Subtests) -> None:

@@ -17,38 +17,30 @@ from infinity.daemon_client import NodeDaemon
 from infinity.io.block_devices import locate
 from infinity.store.folder import RunFolder
 from infinity.store.marker import new_run_id
-from infinity.telemetry import Stats
 from infinity_tools.status import _tables
 from infinity_tools.tables import show_whole
 from support.command import run_here
+from support.counted_rank import make_stats
 from support.daemon_process import daemon, until
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a runtime folder."""
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
-    return runtime
-
-
-def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp_path: Path) -> None:
+def test_status_shows_ranks_drives_reservations_and_stale_runs(runtime: Path, tmp_path: Path) -> None:
     """Tables and JSON contain the same data."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     run = RunFolder.of([nvme], new_run_id())
     run.create()
-    stats = Stats.create(folder, run_id="mine", rank=1, local_rank=1, world_size=8, devices=[], info={})
+    stats = make_stats(runtime, "mine", 1, 8)
     stats.counter("steps_total").add(57)
-    with daemon(folder, "--device-path", str(nvme)):
-        node = NodeDaemon(folder)
+    with daemon(runtime, "--device-path", str(nvme)):
+        node = NodeDaemon(runtime)
         rates = {str(nvme): {"read": 3.21e9, "write": 1.5e9, "mixed": 2e9}}
         assert node.ask("record_bandwidth", rates=rates, source="probe")
         with node.space_reserved(str(nvme), 3 << 20, "begins"):
             # The drives are listed before they have been looked at.
             until(lambda: (found := node.ask("state")) and found["stale_runs"] and '"profile"' in json.dumps(found))
-            shown = run_here("status", "--runtime-dir", folder)
-            as_json = run_here("status", "--runtime-dir", folder, "--json")
+            shown = run_here("status", "--runtime-dir", runtime)
+            as_json = run_here("status", "--runtime-dir", runtime, "--json")
     stats.close()
     assert (shown.status, as_json.status) == (0, 0), shown.errors + as_json.errors
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.output.splitlines()}
@@ -66,7 +58,7 @@ def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp
     assert found["drives"][0]["profile"]["mixed"] == 2e9
 
 
-def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_missing_drive_and_escapes_markup(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     answer: dict[str, Any] = {
         "node": {"version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {"devices": False}},
@@ -76,7 +68,7 @@ def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch
         "reservations": [], "stale_runs": [], "omitted_runs": 3,
     }  # fmt: skip
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
-    shown = run_here("status", "--runtime-dir", folder)
+    shown = run_here("status", "--runtime-dir", runtime)
     assert "failed to collect devices" in shown.output
     assert "[red]x" in shown.output
     assert "/gone: No such file" in shown.output
@@ -114,9 +106,9 @@ def test_ids_and_paths_are_not_truncated() -> None:
         assert [line.split("  ")[-1] for line in lines[-2:]] == [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]
 
 
-def test_status_without_daemon_names_runtime_folder(folder: Path) -> None:
-    shown = run_here("status", "--runtime-dir", folder)
+def test_status_without_daemon_names_runtime_folder(runtime: Path) -> None:
+    shown = run_here("status", "--runtime-dir", runtime)
     assert shown.status == 2
     assert "no infinityd" in shown.errors
-    assert f"'{folder}'" in shown.errors
+    assert f"'{runtime}'" in shown.errors
     assert shown.output == ""

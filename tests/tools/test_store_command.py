@@ -77,9 +77,10 @@ def test_ls_verify_and_rm(checkpointed):
         status, output = _command("verify", *order, "--json")
         assert status == 0
         assert json.loads(output)["bad"] == []
-    status, output = _command("verify", first)
-    assert status == 2
-    assert "over 2 folders" in output
+    for alone, problem in ((first, "over 2 folders"), (second, "2 folders, but 1 of them")):
+        status, output = _command("verify", alone)
+        assert status == 2
+        assert problem in output
 
     victim = first / run_id / "rank00000.pages"
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")

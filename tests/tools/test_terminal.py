@@ -16,11 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import infinity
-from infinity.config import Config
 from infinity_daemon.main import app as daemon
-from infinity_tools.cli import COMMANDS, app
+from infinity_tools.cli import app
 from infinity_tools.progress import StepView, open_view
-from infinity_tools.shared_options import HELP, SETTINGS
 from support.command import SMALL, run_here
 
 VIEW = StepView(
@@ -98,24 +96,6 @@ def test_help_shows_every_option_in_full(subtests: pytest.Subtests, monkeypatch:
             assert not re.search(r"-\S*…|<=\d{6}", text)
 
 
-def test_options_for_settings_are_the_same_in_every_command(subtests: pytest.Subtests) -> None:
-    """Their help comes from the declaration of the setting."""
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for setting, flag in SETTINGS.items():
-        section, key = setting.split(".")
-        document = HELP.get(setting, getattr(Config(), section).__dataclass_fields__[key].metadata["doc"])
-        options = [one for name in ("train", "plan", "tune") for one in known[name].params if flag in one.opts]
-        with subtests.test(setting):
-            assert options
-            assert all(option.help.startswith(document) for option in options)
-            assert len({(option.help, option.metavar) for option in options}) == 1
-
-
-def test_help_lists_every_command_in_order() -> None:
-    lines = [line.strip("│ ").split(" ")[0] for line in run_here("-h").output.splitlines()]
-    assert [name for name in lines if name in COMMANDS] == [*COMMANDS]
-
-
 def test_infinityd_version_and_help() -> None:
     for option, text in (
         ("--version", infinity.__version__),
@@ -137,12 +117,13 @@ def test_shell_completion(subtests: pytest.Subtests) -> None:
             assert offered in done.output.split()
 
 
-def test_preset_list_as_json(subtests: pytest.Subtests) -> None:
+def test_preset_list(subtests: pytest.Subtests) -> None:
     for command in ["train", "plan", "tune"]:
         with subtests.test(command=command):
             listed = json.loads(run_here(command, "--model", "list", "--json").output)
             assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
             assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
+            assert re.search(r"gpt2-354m +354\.8 M +50257", run_here(command, "--model", "list").output)
 
 
 def test_brackets_are_not_interpreted_as_markup(subtests: pytest.Subtests) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from infinity.daemon_client import NodeDaemon
 from infinity.io.block_devices import locate
-from infinity.telemetry import METRICS, Stats
+from infinity.telemetry import METRICS
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import label_sets
 from infinity.telemetry.trees import Tree
@@ -21,21 +21,13 @@ from infinity_tools.top.reading import Reader, Snapshot
 from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 from support.command import run_here
-from support.counted_rank import CountedRank
+from support.counted_rank import CountedRank, make_stats
 from support.daemon_process import daemon, until
 
 FAST = ("--interval", "0.1")
 LATER = time.time() + 86_400
 """End time of steps, in the future, so that a slow test machine never marks the run as idle."""
 ESCAPE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
-
-
-@pytest.fixture
-def runtime(tmp_path: Path) -> Path:
-    """Return a runtime folder."""
-    made = tmp_path / "run"
-    made.mkdir(mode=0o700)
-    return made
 
 
 def trained_ranks(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2) -> list[CountedRank]:
@@ -134,7 +126,7 @@ def test_run_status_follows_its_processes(runtime: Path, tmp_path: Path) -> None
     first.stats.close()
     second.stats.close()
     assert [run["status"] for run in reader.read().runs] == ["ended"]
-    killed = Stats.create(runtime, run_id="run-2", rank=0, local_rank=0, world_size=1, devices=[], info={})
+    killed = make_stats(runtime, "run-2")
     header = killed.path.read_bytes()
     started = str(killed.header.process_started).encode()
     killed.path.write_bytes(header.replace(started, b"1" * len(started)))

@@ -21,6 +21,7 @@ from infinity.telemetry import exporter
 from infinity.telemetry.metrics import PARTS
 from infinity_tools.signals import StopRequest
 from support.command import SMALL, at_step, run_here, run_ranks
+from support.fine_tuning import make_model, write_jsonl
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
@@ -129,28 +130,10 @@ def test_gradient_accumulation_does_not_change_losses_or_traffic() -> None:
         assert sliced[f"predicted_{op}_bytes_per_step"] == full[f"predicted_{op}_bytes_per_step"] > 0
 
 
-def pretrained(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a small Llama that is saved in a folder, with a tokenizer of bytes."""
-    import transformers
-
-    from infinity_tools.presets import find_model
-    from infinity_tools.train.datasets import load_tokenizer
-
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=256,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    load_tokenizer(None, find_model("tiny")).save_pretrained(folder)
-    return model
-
-
 def questions(file: Path, count: int = 16) -> None:
     """Write a dataset of prompts and completions, all of one length."""
     rows = [{"prompt": f"What is {n:03}+{n:03}? ", "completion": f"{2 * n:03}"} for n in range(count)]
-    file.write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(file, rows)
 
 
 def test_pretrained_model_equals_sft_trainer_in_memory(tmp_path: Path) -> None:
@@ -159,7 +142,7 @@ def test_pretrained_model_equals_sft_trainer_in_memory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    pretrained(tmp_path / "model")
+    make_model(tmp_path / "model", template=None)
     questions(tmp_path / "qa.jsonl")
     more = ["--bf16", "false", "--packing", "false", "--per_device_train_batch_size", "4", "--host-memory", "1MiB"]
     found = run_here("train", "--model", "model", "--data", "qa.jsonl", *more, "--out", "o", "--json").summary
@@ -183,7 +166,7 @@ def test_adapters_are_trained_on_base_in_its_dtype(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = pretrained(tmp_path / "model", torch.bfloat16)
+    base = make_model(tmp_path / "model", template=None, dtype="bfloat16")
     questions(tmp_path / "qa.jsonl")
     command = ["train", "--model", "model", "--data", "qa.jsonl", "--host-memory", "1MiB", "--peft.r", "4", "--json"]
     command += ["--per_device_train_batch_size", "1", "--bf16", "true", "--learning_rate", "1e-2"]
@@ -212,7 +195,7 @@ def test_export_has_dtype_and_tokenizer_of_the_run(tmp_path: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoTokenizer
 
-    pretrained(tmp_path / "model", torch.bfloat16)
+    make_model(tmp_path / "model", template=None, dtype="bfloat16")
     questions(tmp_path / "qa.jsonl")
     other = AutoTokenizer.from_pretrained(tmp_path / "model")
     other.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -227,7 +210,7 @@ def test_export_has_dtype_and_tokenizer_of_the_run(tmp_path: Path) -> None:
 
 
 def test_evaluation_stops_early_and_keeps_best_checkpoint(tmp_path: Path) -> None:
-    pretrained(tmp_path / "model")
+    make_model(tmp_path / "model", template=None)
     questions(tmp_path / "qa.jsonl")
     command = ["train", "--model", "model", "--data", "qa.jsonl", "--eval_data", "qa.jsonl", "--host-memory", "2MiB"]
     command += ["--learning_rate", "0", "--eval_steps", "1", "--early_stopping_patience", "2"]
@@ -303,9 +286,3 @@ def test_metrics_match_summary_until_a_signal_ends_the_wait(tmp_path: Path, monk
     assert shown["loss"] == summary["losses"][-1][1]
     assert shown["tokens_total"] == summary["steps"] * summary["tokens_per_step"]
     assert shown["gradient_norm"] > 0
-
-
-def test_preset_list() -> None:
-    listed = run_here("train", "--model", "list").output
-    assert re.search(r"llama-100m +113\.7 M +256", listed)
-    assert re.search(r"gpt2-354m +354\.8 M +50257", listed)

@@ -81,7 +81,9 @@ NAMES = [
     wrong("top --intervall 2", "--intervall", "--interval"),
     wrong("store lss .", "lss", "Did you mean 'ls'"),
     wrong("export", "Missing argument", "infinity export -h"),
-    wrong("probe", "no folder given", "--interconnect"),
+    wrong("probe", "no folder given; pass a folder on each drive, or --interconnect"),
+    wrong("probe --interconnect drive", "folder 'drive' cannot be combined with --interconnect"),
+    wrong("probe --interconnect --sustained", "--sustained cannot be combined with --interconnect"),
     wrong("store ls", "Missing argument", "infinity store ls -h"),
     train("--max_stepz 4", "--max_stepz", "--max_steps"),
     train("--batch-tokens 4", "--batch_tokens", "--per_device_train_batch_size"),
@@ -321,6 +323,11 @@ PLANS = [
     plan("--clip --update in_backward", "in_backward", "clipping"),
     plan("--config nothing.toml", "nothing.toml"),
     plan("--out file", "'file' is not a folder"),
+    plan("--nodes 2 --interconnect absent.json", "cannot be read: No such file or directory"),
+    Wrong(
+        (*PLAN.split(), "--nodes", "2", "--interconnect", 'JSON:{"nodes": 2}'),
+        ("is not a result of `infinity probe --interconnect`",),
+    ),
     plan("more", "more", "infinity plan -h"),
 ]
 SETTINGS = [
@@ -334,6 +341,7 @@ SETTINGS = [
     toml("[memory.host_bytes]\nx = 1", "memory.host_bytes", "size"),
     toml("[memory]\nhost_bytes = 1.5", "1.5", "size"),
     toml("[memory]\nhost_bytes = -1", "-1", "negative"),
+    toml("[memory]\nhost_bytes = true", "memory.host_bytes", "True"),
     toml("[memory]\nhost_bytes = '3 parsecs'", "memory.host_bytes", "'3 parsecs'"),
     toml("[storage]\nbandwidth_weight = 0", "storage.bandwidth_weight = 0", "minimum of 1"),
     toml("[memory]\nhost_bytes = 9223372036854775808", "9223372036854775808", "2^63 - 1 bytes"),
@@ -354,6 +362,7 @@ SETTINGS = [
     toml("[run]\nseed = 99999999999999999999", "run.seed", "maximum"),
     toml("[run]\nresume = true", "run.resume = True", "a string"),
     toml("[run]\nresume_paths = ['c']", "run.resume_paths", "run.resume"),
+    toml("[run]\nresume_step = 100", "run.resume_step = 100", "run.resume"),
     toml("[run]\nkeep = 'yes'", "'yes'", "'always'"),
     toml("[memory]\nhost_bytes = 1\nhost_bytes = 2", "not valid TOML"),
     toml("x = " + "[" * 5000, "not valid TOML"),
@@ -421,8 +430,8 @@ DEEPSPEED = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with unusual entries, and a run in `c` that has a checkpoint of step 2."""
+def world(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with unusual entries, and the folder of a run with checkpoints as `c`."""
     place = tmp_path_factory.mktemp("world")
     for name in ("d", "tmp", "with space"):
         (place / name).mkdir()
@@ -437,12 +446,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "nowhere").symlink_to("gone")
     (place / "loop").symlink_to("loop")
     (place / "link").symlink_to("d")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(place / "tmp"))
-        patch.chdir(place)
-        (place / "c").mkdir()
-        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--max_steps", "2", "--save_steps", "2").status == 0
-    shutil.rmtree(place / "o")
+    shutil.copytree(trained / "nvme", place / "c")
     return place
 
 
