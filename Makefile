@@ -159,7 +159,7 @@ docs: install
 	for page in settings daemon-settings metrics doctor cli; do \
 	  PYTHONPATH=tests $(BIN)/python -W ignore -m support.reference_pages $$page > docs/reference/$$page.md || exit; \
 	done
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/reference/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m wide.wide_page > docs/reference/compatibility.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
 
 # Write pictures of commands to docs/images. Requires chromium. ARGS="plan top" selects commands.

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from support import loop_patterns
 from support.loop_pattern import PATTERNS, UPDATE_SCHEDULES, problems
 from support.ranks import RankPool
 from support.tables import WIDE
+from wide import loop_patterns
 
 
 def one_rank_rows() -> list[object]:

@@ -13,7 +13,7 @@ from support.optimizers import build, compare, groups_of
 from support.rows import EQUAL, UNSUPPORTED
 from support.tables import WIDE, one_of
 from support.train import Paging, settings
-from support.wide_optimizers import ROWS, OptimizerRow
+from wide.wide_optimizers import ROWS, OptimizerRow
 
 BY_NAME = {row.name: row for row in ROWS}
 COUNTING = [row.name for row in ROWS if row.counting]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.wide_page import page, tables
+from wide.wide_page import page, tables
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from infinity import torch_private
 from support import models
 from support.loop_pattern import EARLY, STEPS, UPDATE_SCHEDULE, Loop, pattern
-from support.patterns_forward import Logits
 from support.train import OPTIMIZERS, batch
+from wide.patterns_forward import Logits
 
 ADAMW = OPTIMIZERS["adamw"]
 FIXED = "param groups are fixed after `offload()`"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support import patterns_forward, patterns_gradients, patterns_steps, patterns_weights
 from support.loop_pattern import PATTERNS, problems
+from wide import patterns_forward, patterns_gradients, patterns_steps, patterns_weights
 
 MODULES = (patterns_gradients, patterns_steps, patterns_forward, patterns_weights)
 ROWS = tuple(pattern.row for pattern in PATTERNS.values())

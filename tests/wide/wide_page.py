@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support import loop_patterns, wide_models, wide_optimizers
+from support import wide_models
 from support.rows import EQUAL, Row
+from wide import loop_patterns, wide_optimizers
 
 HEAD = """# Compatibility
 
