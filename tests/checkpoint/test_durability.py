@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import random
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -33,13 +35,18 @@ from infinity.store.folder import FolderLock, holders
 from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
+from support.processes import fork_server
 from support.published import flip, root_of
 from support.ranks import RankPool
-from support.session import EVERY, KILLS, STEPS, Session, run_killed_session
+from support.session import EVERY, STEPS, Session
 from support.tables import all_but
 from support.train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
 LATEST = {"resume": "latest"}
+KILLS = (
+    *("forward", "backward", "before step", "checkpoint: pages flushed"),
+    *("checkpoint: state written", "checkpoint: published"),
+)
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
@@ -51,12 +58,50 @@ def resumed(folder: Path) -> tuple[int, list[float]]:
         return first, session.run(min(first + EVERY, STEPS))
 
 
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(where: str, session: Session) -> None:
+    """Make the process kill itself at a point of the next step."""
+    middle = session.model.blocks[1]
+    if where == "forward":
+        middle.register_forward_hook(die)
+    elif where == "backward":
+        middle.register_full_backward_hook(die)
+    elif where == "before step":
+        session.optimizer.step = die
+    elif where == "checkpoint: pages flushed":
+        checkpoints.model_state.save_tensors = die
+    elif where == "checkpoint: state written":
+        manifests.write_manifest = die
+    else:
+        checkpoints.remove_checkpoints = die
+
+
+def run_and_die(folder: Path, where: str, step: int) -> None:
+    """Run a session that kills its process in a step, and write the losses before it to a file."""
+    torch.set_num_threads(1)
+    losses: list[float] = []
+    with Session(folder) as session:
+        while True:
+            if session.optimizer.steps == step - 1:
+                (folder / "losses.json").write_text(json.dumps(losses))
+                arm(where, session)
+            losses.append(session.step())
+            if session.optimizer.steps % EVERY == 0:
+                session.save_checkpoint()
+
+
 @pytest.mark.parametrize("where", all_but(KILLS, "forward", "backward", "before step", "checkpoint: pages flushed"))
 def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
     """After kill -9 at any point, the run resumes from the last checkpoint."""
     step = 6 if where.startswith("checkpoint") else 8
-    seen = run_killed_session(tmp_path, where, step)
-    assert seen == undisturbed[: step - 1]
+    process = fork_server().Process(target=run_and_die, args=(tmp_path, where, step))
+    process.start()
+    process.join(900)
+    assert process.exitcode == -signal.SIGKILL, f"ended with {process.exitcode} instead of being killed"
+    assert json.loads((tmp_path / "losses.json").read_text()) == undisturbed[: step - 1]
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
     assert losses == undisturbed[first : first + EVERY]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from typer.testing import CliRunner
+import torch.distributed as dist
 
+import infinity
+from infinity.checkpoint import reader, remote_files
+from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.held import HeldCheckpoint, problems
 from infinity.checkpoint.manifest import CheckpointName, read_manifest
@@ -19,34 +25,97 @@ from infinity.checkpoint.parts import Part, digest_of_slices, replica_of, source
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import build_layout
 from infinity.errors import CheckpointError
+from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
-from infinity_tools.cli import app
+from support.command import on_one_line
 from support.ranks import RankFailedError, RankPool
-from support.separate_nodes import (
-    State,
-    different,
-    export,
-    find_folder,
-    flat,
-    resume,
-    resume_differing,
-    resume_pages,
-    resume_rate,
-    resume_unreadable,
-    resume_with_malformed_archive,
-    save,
-    save_folder,
-    save_rates,
-    train_on,
-)
+from support.separate_nodes import RECIPE, State, different, export, flat, node, resume, save
 from support.tables import all_but
-from support.train import PAGE
+from support.train import PAGE, Outcome, Paging, offloaded, train
 
 
-def command(*words: object) -> tuple[int, str]:
-    """Run `infinity`; return its status and its output on one line."""
-    done = CliRunner().invoke(app, [*map(str, words)])
-    return done.exit_code, " ".join(done.output.split())
+def resume_unreadable(folder: str, error: Exception) -> None:
+    """Resume on the nodes in reverse order, while reading a page raises an error. Called on every rank."""
+    with patch.object(CheckpointFiles, "page", side_effect=error):
+        resume(folder, swapped=True)
+
+
+def resume_with_malformed_archive(folder: str) -> None:
+    """Resume, while the files for exports arrive in a malformed archive. Called on every rank."""
+    with patch.object(remote_files, "packed", return_value=b"not an archive"):
+        resume(folder, "hsdp")
+
+
+def resume_differing(folder: str) -> None:
+    """Resume, while the parameters of the ranks in the checkpoint differ. Called on every rank."""
+    with patch.object(reader, "_whole", side_effect=itertools.count()):
+        resume(folder)
+
+
+def train_on(folder: str, retained: int) -> None:
+    """Resume, train one step and save a checkpoint. Called on every rank."""
+    settings = {"resume": "latest", "retained_checkpoints": retained}
+    with (
+        node(folder) as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (model, optimizer),
+    ):
+        step = optimizer.steps
+        train(replace(RECIPE, steps=step + 1), model, optimizer, Outcome(), first=step)
+        optimizer.save_checkpoint()
+
+
+def save_rates(folder: str) -> None:
+    """Save replicas that differ, whose learning rates are 1 and 2. Called on every rank."""
+    with (
+        node(folder, meshes="local") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer),
+    ):
+        train(RECIPE, model, optimizer, Outcome())
+        for group in optimizer.param_groups:
+            group["lr"] = dist.get_rank() + 1.0
+        optimizer.save_checkpoint()
+
+
+def resume_rate(folder: str) -> list[float]:
+    """Resume from replica 1; return the learning rates. Called on every rank."""
+    settings = {"resume": "latest", "resume_replica": 1}
+    with (
+        node(folder, meshes="local") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (_, optimizer),
+    ):
+        return sorted({group["lr"] for group in optimizer.param_groups})
+
+
+def resume_pages(folder: str) -> int:
+    """Resume without a setting for the page size; return the page size. Called on every rank."""
+    settings = {"run": {"resume": "latest"}, "memory": {"host_bytes": "64MiB", "page_bytes": 0}}
+    with (
+        node(folder, meshes="hsdp") as place,
+        offloaded(RECIPE, Paging(host_cache="least"), place, **settings) as (_, optimizer),
+    ):
+        return optimizer.run.layout.page_bytes
+
+
+def find_folder(folder: str) -> str:
+    """Return the name of the framework's folder to resume from. Called on every rank."""
+    with node(folder) as place:
+        config = infinity.Config().with_values(**{"storage.paths": (str(place / "nvme0"),)})
+        found = Record.newest(Path(folder) / "out", "checkpoint-", config, Ranks.current())
+        return found[0].name if found else ""
+
+
+def save_folder(folder: str) -> None:
+    """Train, and save a folder of a framework with its checkpoint. Called on every rank."""
+
+    def write() -> Path:
+        target = Path(folder) / "out/checkpoint-2"
+        target.mkdir(parents=True, exist_ok=True)
+        return target
+
+    with node(folder) as place, offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        Checkpoints(optimizer, "{}").save("saving", None, write)
 
 
 def damage(nvme: Path, *, rank: int, step: int) -> None:
@@ -90,15 +159,15 @@ def replicas(saved_replicas: tuple[Path, list[State]], tmp_path: Path) -> list[S
 def test_store_names_hosts_of_other_ranks(sharded: Path) -> None:
     """Verifying the pages of one node must not look like verifying the checkpoint."""
     nvme = sharded / "node0/nvme0"
-    status, output = command("store", "ls", nvme)
+    status, output = on_one_line("store", "ls", nvme)
     assert (status, "1 of 2 ranks; rank 1 on node1" in output) == (0, True), output
     for words in (["verify"], ["scrub"]):
-        status, output = command("store", *words, nvme)
+        status, output = on_one_line("store", *words, nvme)
         assert "pages are intact" in output
         assert (status, "not read: rank 1 on node1." in output) == (0, True), output
-    found = json.loads(command("store", "verify", sharded / "node1/nvme0", "--json")[1])
+    found = json.loads(on_one_line("store", "verify", sharded / "node1/nvme0", "--json")[1])
     assert [(item["step"], item["files"]) for item in found["elsewhere"]] == [(2, "rank 0 on node0")]
-    status, output = command("export", nvme, "--out", sharded / "exported")
+    status, output = on_one_line("export", nvme, "--out", sharded / "exported")
     assert status == 2
     assert "rank 1 on node1" in output
 
@@ -108,7 +177,7 @@ def test_verify_recommends_checkpoint_that_is_intact_on_the_host(pair: RankPool,
     pair.run(partial(save, retained_checkpoints=2), str(tmp_path), "", (1, 2))
     nvme = tmp_path / "node0/nvme0"
     damage(nvme, rank=0, step=2)
-    status, output = command("store", "verify", nvme)
+    status, output = on_one_line("store", "verify", nvme)
     advice = "resume from the checkpoint of step 1, which is intact on this host: --resume OUT/checkpoint-1"
     assert (status, advice in output, "infinity store rm" in output) == (1, True, False), output
     assert [step for step, _ in pair.run(partial(resume, resume_step=1), str(tmp_path))] == [1, 1]
@@ -119,7 +188,7 @@ def test_verify_recommends_intact_replica(meshes: str, pair: RankPool, tmp_path:
     """Both replicas were on one node, or one of them is on another host. Following the advice resumes the run."""
     states = pair.run(save, str(tmp_path), meshes)
     damage(tmp_path / "node0/nvme0", rank=0, step=2)
-    status, output = command("store", "scrub", tmp_path / "node0/nvme0")
+    status, output = on_one_line("store", "scrub", tmp_path / "node0/nvme0")
     found = re.search(
         r"other replicas can be resumed, if their files on other hosts are intact: remove (\S+), and", output
     )
@@ -128,7 +197,7 @@ def test_verify_recommends_intact_replica(meshes: str, pair: RankPool, tmp_path:
     place = tmp_path / "one/node0/nvme0"
     for name in ("node0", "node1"):
         shutil.copytree(tmp_path / name / "nvme0", place, dirs_exist_ok=True)
-    status, output = command("store", "verify", place)
+    status, output = on_one_line("store", "verify", place)
     found = re.search(r"other replicas can be resumed: remove (\S+), and resume with run.resume_step = 2", output)
     assert found is not None, output
     Path(found[1]).unlink()
@@ -139,7 +208,7 @@ def test_verify_recommends_intact_replica(meshes: str, pair: RankPool, tmp_path:
 
 def test_gc_keeps_parts_of_other_nodes_checkpoints(sharded: Path, tmp_path: Path) -> None:
     place = shutil.copytree(sharded / "node0/nvme0", tmp_path / "nvme0")
-    assert "removed 0 items" in command("store", "gc", place, "--yes")[1]
+    assert "removed 0 items" in on_one_line("store", "gc", place, "--yes")[1]
 
 
 def test_replicas_of_hsdp_are_interchangeable(replicas: list[State], pair: RankPool, tmp_path: Path) -> None:
@@ -148,9 +217,9 @@ def test_replicas_of_hsdp_are_interchangeable(replicas: list[State], pair: RankP
     shutil.copytree(tmp_path / "node1", tmp_path / "one/node0")
     shutil.rmtree(tmp_path / "node0")
     nvme = tmp_path / "node1/nvme0"
-    assert "rank 0 on node0" in command("store", "ls", nvme)[1]
-    assert command("store", "verify", nvme)[0] == 0
-    status, output = command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
+    assert "rank 0 on node0" in on_one_line("store", "ls", nvme)[1]
+    assert on_one_line("store", "verify", nvme)[0] == 0
+    status, output = on_one_line("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
     assert (status, "step 2" in output) == (0, True), output
 
     step, state = resume(str(tmp_path / "one"))
@@ -175,8 +244,8 @@ def test_replicas_with_other_page_sizes_are_not_combined(pair: RankPool, tmp_pat
     place = shutil.copytree(tmp_path / "node0/nvme0", tmp_path / "nvme0")
     shutil.copytree(tmp_path / "node1/nvme0", place, dirs_exist_ok=True)
     words = ["export", place, "--to", "dcp", "--out", tmp_path / "exported"]
-    assert "its replicas differ" in command(*words)[1]
-    assert command(*words, "--replica", "1")[0] == 0
+    assert "its replicas differ" in on_one_line(*words)[1]
+    assert on_one_line(*words, "--replica", "1")[0] == 0
 
 
 def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -> None:
@@ -192,9 +261,9 @@ def test_replicas_that_differ_require_a_choice(pair: RankPool, tmp_path: Path) -
         shutil.copytree(tmp_path / name / "nvme0", together / "nvme0", dirs_exist_ok=True)
     nvme = together / "nvme0"
     choice = "replica 0: rank 0 on node0, replica 1: rank 1 on node1"
-    status, output = command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
+    status, output = on_one_line("export", nvme, "--to", "dcp", "--out", tmp_path / "exported")
     assert (status, choice in output) == (2, True), output
-    assert command("export", nvme, "--to", "dcp", "--out", tmp_path / "exported", "--replica", "1")[0] == 0
+    assert on_one_line("export", nvme, "--to", "dcp", "--out", tmp_path / "exported", "--replica", "1")[0] == 0
     with pytest.raises(CheckpointError, match=choice):
         resume(str(tmp_path / "one"))
     step, state = resume(str(tmp_path / "one"), resume_replica=1)
@@ -224,8 +293,8 @@ def test_intact_replica_is_chosen_among_equal_ones(replicas: list[State], pair: 
     place = shutil.copytree(tmp_path / "node0/nvme0", tmp_path / "nvme0")
     shutil.copytree(tmp_path / "node1/nvme0", place, dirs_exist_ok=True)
     words = ["export", place, "--to", "dcp", "--out", tmp_path / "exported", "--replica"]
-    assert command(*words, "0")[0] != 0
-    assert command(*words, "1")[0] == 0
+    assert on_one_line(*words, "0")[0] != 0
+    assert on_one_line(*words, "1")[0] == 0
     found = pair.run(partial(resume, resume_replica=1), str(tmp_path), "hsdp")
     assert [(step, different(state, replicas[1])) for step, state in found] == [(2, [])] * 2
 

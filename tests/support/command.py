@@ -101,6 +101,12 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
     return Finished(status=result.exit_code, output=result.stdout, errors=result.stderr)
 
 
+def on_one_line(*arguments: object) -> tuple[int, str]:
+    """Run `infinity` in this process; return its status and all of its output on one line."""
+    done = run_here(*arguments)
+    return done.status, " ".join((done.output + done.errors).split())
+
+
 class Forked:
     """`infinity` in a process of `fork_server`, which starts quickly, with the interface of `subprocess.Popen`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def resume_and_train(recipe: Recipe, folder: str, steps: int, state_format: str 
     with offloaded(recipe, paging, Path(folder), run=LATEST) as (model, optimizer):
         first, extra = optimizer.steps, optimizer.resumed_extra
         if steps:
-            train(Recipe(**{**recipe.__dict__, "steps": first + steps}), model, optimizer, Outcome(), first=first)
+            train(replace(recipe, steps=first + steps), model, optimizer, Outcome(), first=first)
             optimizer.save_checkpoint()
         return first, extra
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, patch
@@ -15,11 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
-from infinity.checkpoint import reader, remote_files
-from infinity.checkpoint.checkpoint_files import CheckpointFiles
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.integrations.checkpoint_folders import Checkpoints, Record
-from infinity.ranks import Ranks
 from infinity_tools.export import _export_together
 from support.resharding import unequal_names
 from support.train import PAGE, Outcome, Paging, Recipe, offloaded, state_on_nvme, train
@@ -68,7 +64,7 @@ def save(
         offloaded(RECIPE, Paging(host_cache="least", page=page), place, run=run) as (model, optimizer),
     ):
         for step in steps:
-            train(Recipe(**{**RECIPE.__dict__, "steps": step}), model, optimizer, Outcome(), first=optimizer.steps)
+            train(replace(RECIPE, steps=step), model, optimizer, Outcome(), first=optimizer.steps)
             optimizer.save_checkpoint()
         return state_on_nvme(model, optimizer)
 
@@ -83,24 +79,6 @@ def resume(folder: str, meshes: str = "", *, swapped: bool = False, **run: Any) 
         return optimizer.steps, state_on_nvme(model, optimizer)
 
 
-def resume_unreadable(folder: str, error: Exception) -> None:
-    """Resume on the nodes in reverse order, while reading a page raises an error. Called on every rank."""
-    with patch.object(CheckpointFiles, "page", side_effect=error):
-        resume(folder, swapped=True)
-
-
-def resume_with_malformed_archive(folder: str) -> None:
-    """Resume, while the files for exports arrive in a malformed archive. Called on every rank."""
-    with patch.object(remote_files, "packed", return_value=b"not an archive"):
-        resume(folder, "hsdp")
-
-
-def resume_differing(folder: str) -> None:
-    """Resume, while the parameters of the ranks in the checkpoint differ. Called on every rank."""
-    with patch.object(reader, "_whole", side_effect=itertools.count()):
-        resume(folder)
-
-
 def export(folder: str) -> list[int]:
     """Export from all nodes, and return the steps that this rank has read. Called on every rank."""
     found = []
@@ -112,71 +90,6 @@ def export(folder: str) -> list[int]:
     with node(folder) as place, patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
         _export_together([place / "nvme0"], "", -1, -1, write)
     return found
-
-
-def train_on(folder: str, retained: int) -> None:
-    """Resume, train one step and save a checkpoint. Called on every rank."""
-    settings = {"resume": "latest", "retained_checkpoints": retained}
-    with (
-        node(folder) as place,
-        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (model, optimizer),
-    ):
-        step = optimizer.steps
-        train(Recipe(**{**RECIPE.__dict__, "steps": step + 1}), model, optimizer, Outcome(), first=step)
-        optimizer.save_checkpoint()
-
-
-def save_rates(folder: str) -> None:
-    """Save replicas that differ, whose learning rates are 1 and 2. Called on every rank."""
-    with (
-        node(folder, meshes="local") as place,
-        offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer),
-    ):
-        train(RECIPE, model, optimizer, Outcome())
-        for group in optimizer.param_groups:
-            group["lr"] = dist.get_rank() + 1.0
-        optimizer.save_checkpoint()
-
-
-def resume_rate(folder: str) -> list[float]:
-    """Resume from replica 1; return the learning rates. Called on every rank."""
-    settings = {"resume": "latest", "resume_replica": 1}
-    with (
-        node(folder, meshes="local") as place,
-        offloaded(RECIPE, Paging(host_cache="least"), place, run=settings) as (_, optimizer),
-    ):
-        return sorted({group["lr"] for group in optimizer.param_groups})
-
-
-def resume_pages(folder: str) -> int:
-    """Resume without a setting for the page size; return the page size. Called on every rank."""
-    settings = {"run": {"resume": "latest"}, "memory": {"host_bytes": "64MiB", "page_bytes": 0}}
-    with (
-        node(folder, meshes="hsdp") as place,
-        offloaded(RECIPE, Paging(host_cache="least"), place, **settings) as (_, optimizer),
-    ):
-        return optimizer.run.layout.page_bytes
-
-
-def find_folder(folder: str) -> str:
-    """Return the name of the framework's folder to resume from. Called on every rank."""
-    with node(folder) as place:
-        config = infinity.Config().with_values(**{"storage.paths": (str(place / "nvme0"),)})
-        found = Record.newest(Path(folder) / "out", "checkpoint-", config, Ranks.current())
-        return found[0].name if found else ""
-
-
-def save_folder(folder: str) -> None:
-    """Train, and save a folder of a framework with its checkpoint. Called on every rank."""
-
-    def write() -> Path:
-        target = Path(folder) / "out/checkpoint-2"
-        target.mkdir(parents=True, exist_ok=True)
-        return target
-
-    with node(folder) as place, offloaded(RECIPE, Paging(host_cache="least"), place) as (model, optimizer):
-        train(RECIPE, model, optimizer, Outcome())
-        Checkpoints(optimizer, "{}").save("saving", None, write)
 
 
 def flat(state: State) -> dict[str, torch.Tensor]:

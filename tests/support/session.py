@@ -1,36 +1,20 @@
-"""A training session that can be killed at a given point and resumed, in this process or in a new one."""
+"""A training session that can be interrupted and resumed."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import infinity
-from infinity.checkpoint import manifest as manifests
-from infinity.checkpoint import publish as checkpoints
 from support import models
-from support.processes import fork_server
 from support.train import MIB, Paging, Recipe, host_bytes, make_optimizer, settings
 
 RECIPE = Recipe(model="toy", groups=True)
 STEPS, EVERY = 9, 3
-KILLS = (
-    "forward",
-    "backward",
-    "before step",
-    "checkpoint: pages flushed",
-    "checkpoint: state written",
-    "checkpoint: published",
-)
 
 
 def seed() -> None:
@@ -94,56 +78,3 @@ def reference(folder: Path) -> list[float]:
     """Return the losses of an uninterrupted run."""
     with Session(folder) as session:
         return session.run()
-
-
-def run_killed_session(folder: Path, where: str, step: int) -> list[float]:
-    """Run a session in a process that kills itself in a step; return the losses before it."""
-    process = fork_server().Process(target=_run_and_die, args=(str(folder), where, step))
-    process.start()
-    process.join(900)
-    assert process.exitcode == -signal.SIGKILL, f"ended with {process.exitcode} instead of being killed"
-    return json.loads((folder / "losses.json").read_text())
-
-
-def _run_and_die(folder: str, where: str, step: int) -> None:
-    torch.set_num_threads(1)
-    losses: list[float] = []
-    with Session(Path(folder)) as session:
-        while session.optimizer.steps < STEPS:
-            if session.optimizer.steps == step - 1:
-                (Path(folder) / "losses.json").write_text(json.dumps(losses))
-                _arm(where, session)
-            losses.append(session.step())
-            if session.optimizer.steps % EVERY == 0:
-                session.save_checkpoint()
-
-
-def _die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _arm(where: str, session: Session) -> None:
-    """Make the process kill itself at a point of the next step."""
-    middle: nn.Module = session.model.blocks[1]
-    if where == "forward":
-        middle.register_forward_hook(_die)
-    elif where == "backward":
-        middle.register_full_backward_hook(_die)
-    elif where == "before step":
-        session.optimizer.step = _die
-    elif where == "checkpoint: pages flushed":
-        _before(checkpoints.model_state, "save_tensors", _die)
-    elif where == "checkpoint: state written":
-        _before(manifests, "write_manifest", _die)
-    else:
-        _before(checkpoints, "remove_checkpoints", _die)
-
-
-def _before(module: Any, name: str, action: Callable[..., None]) -> None:
-    original = getattr(module, name)
-
-    def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        action()
-        return original(*arguments, **keywords)
-
-    setattr(module, name, wrapped)

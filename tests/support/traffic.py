@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import infinity
@@ -20,7 +21,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         train(recipe, model, optimizer, Outcome())
         wait_until_idle(optimizer)
         before = kernel_bytes()
-        more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
+        more = replace(recipe, steps=recipe.steps + STEADY)
         counted = optimizer.run.ledger.total_bytes
         spared = spared_bytes(optimizer)
         train(more, model, optimizer, Outcome(), first=recipe.steps)

@@ -437,7 +437,6 @@ def world(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).mkdir()
     (place / "file").write_text("x\n" * 1000)
     (place / "empty").touch()
-    (place / "short").write_text("short\n")
     (place / "binary").write_bytes(bytes(range(256)) * 8)
     (place / "list.json").write_text("[1]")
     with open(place / "huge", "wb") as file:
