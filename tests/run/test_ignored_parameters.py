@@ -86,11 +86,11 @@ def values(model: Gated) -> dict[str, torch.Tensor]:
     }
 
 
-def in_memory(kind: str, *, clip: bool, reduce: bool, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    """Train in plain FSDP2; return the final weights, and the norm of the last step."""
+def in_memory(kind: str, *, clip: bool, reduce: bool, steps: int = STEPS) -> tuple[Gated, Any, dict[str, torch.Tensor]]:
+    """Train in plain FSDP2; return the model, its optimizer, and the final weights with the norm of the last step."""
     model = sharded()
-    optimizers = make_optimizer(model, kind)
-    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    made = make_optimizer(model, kind)
+    optimizers = made if isinstance(made, list) else [made]
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for optimizer in optimizers]
     norm = torch.zeros(())
     for step in range(steps):
@@ -100,7 +100,7 @@ def in_memory(kind: str, *, clip: bool, reduce: bool, steps: int = STEPS) -> dic
             one.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return {**values(model), "norm": norm}
+    return model, made, {**values(model), "norm": norm}
 
 
 def offload(model: nn.Module, optimizer: Any, folder: str, *, weights: str | None = None, **settings: Any) -> Any:
@@ -142,7 +142,7 @@ def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
 
 
 def compare(kind: str, clip: bool, reduce: bool, schedule: str, folder: str) -> list[str]:
-    expected = in_memory(kind, clip=clip, reduce=reduce)
+    _, _, expected = in_memory(kind, clip=clip, reduce=reduce)
     assert not torch.equal(expected["scale"], torch.tensor(2.0))
     return differences(expected, on_nvme(kind, folder, clip=clip, reduce=reduce, schedule=schedule))
 
@@ -231,17 +231,9 @@ def test_exports_contain_ignored_parameters(tmp_path: Path) -> None:
 
 def resume_from_dcp(folder: str) -> list[str]:
     """Continue from a `torch.distributed.checkpoint` folder of plain FSDP2, and from one that a checkpoint exports."""
-    expected = in_memory("AdamW", clip=True, reduce=True, steps=HALF + 1)
+    _, _, expected = in_memory("AdamW", clip=True, reduce=True, steps=HALF + 1)
     Path(folder).mkdir(exist_ok=True)
-    plain = sharded()
-    optimizer = make_optimizer(plain, "AdamW")
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    for step in range(HALF):
-        backward(plain, step, reduce=True)
-        clip_in_memory(plain)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    plain, optimizer, _ = in_memory("AdamW", clip=True, reduce=True, steps=HALF)
     model_state, optimizer_state = get_state_dict(plain, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/saved")
     wrong = []

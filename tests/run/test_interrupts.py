@@ -22,7 +22,7 @@ from infinity.schedule.cache import Cache
 from support import interrupt_storm, models
 from support.processes import run_program
 from support.tables import WIDE, alternate
-from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
+from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings, step
 
 RECIPE = Recipe(model="toy")
 STEPS = 5
@@ -166,14 +166,6 @@ def in_memory() -> list[float]:
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     return [step(model, optimizer, number) for number in range(STEPS)]
-
-
-def step(model: torch.nn.Module, optimizer: Any, number: int) -> float:
-    loss = models.loss_of(model, batch(model, number))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: int) -> list[float]:

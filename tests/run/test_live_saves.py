@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,6 @@ RECIPES = {
 }
 
 
-def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """Return the recipe with a different number of steps."""
-    return Recipe(**{**recipe.__dict__, "steps": steps})
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -66,7 +62,7 @@ def undisturbed(recipe: Recipe) -> Outcome:
     """Train in memory, in the same two parts."""
     model, found = models.build(recipe.model, policy=recipe.policy), Outcome()
     optimizer = make_optimizer(recipe, model)
-    train(with_steps(recipe, HALF), model, optimizer, found)
+    train(replace(recipe, steps=HALF), model, optimizer, found)
     train(recipe, model, optimizer, found, first=HALF)
     found.state = state_in_memory(model, optimizer)
     return found
@@ -77,7 +73,7 @@ def compare(name: str, folder: str) -> list[str]:
     recipe, paging = RECIPES[name]
     root, found, wrong = Path(folder), Outcome(), []
     with offloaded(recipe, paging, root) as (model, optimizer):
-        train(with_steps(recipe, HALF), model, optimizer, found)
+        train(replace(recipe, steps=HALF), model, optimizer, found)
         run, random = optimizer.run, torch.get_rng_state()
         before = run.planner.plan, run.stats.snapshot().value("plan_divergences_total")
         files = optimizer.save_pretrained(root / "live", file_bytes=FILE)
@@ -201,7 +197,7 @@ def save_to_full_drive(folder: str) -> list[Any]:
     recipe, root, found = Recipe(model="toy", clip=0.5, steps=FULL), Path(folder), Outcome()
     said = ""
     with offloaded(recipe, Paging(host_cache="least"), root) as (model, optimizer):
-        train(with_steps(recipe, HALF), model, optimizer, found)
+        train(replace(recipe, steps=HALF), model, optimizer, found)
         original = os.fsync
 
         def no_space(descriptor: int) -> None:

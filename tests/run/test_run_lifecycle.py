@@ -18,12 +18,11 @@ from infinity.cleanup import end_all
 from infinity.config import Config, StorageConfig
 from infinity.errors import ConfigError
 from infinity.integrations.transformers.trainer import _with_run_name
-from infinity.processor import crawls_in_bf16, multiplies_bf16
 from infinity.run.run import Run
 from infinity.store.folder import holders
 from support import models
 from support.session import Session, draw
-from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
+from support.train import MIB, Paging, Recipe, build, make_optimizer, settings, step
 
 RECIPE = Recipe(model="toy")
 
@@ -31,12 +30,6 @@ RECIPE = Recipe(model="toy")
 def start(config: Any) -> tuple[torch.nn.Module, Any]:
     model = build(RECIPE)
     return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
-
-
-def step(model: torch.nn.Module, optimizer: Any) -> None:
-    models.loss_of(model, batch(model, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_interrupt_during_close_releases_the_remaining_resources(tmp_path: Path) -> None:
@@ -97,12 +90,6 @@ def test_config_object_is_validated() -> None:
     wrong = 0
     with pytest.raises(ConfigError, match=r"storage\.queue_depth = 0"):
         start(Config(storage=StorageConfig(paths=("nvme",), queue_depth=wrong)))
-
-
-def test_resume_step_requires_resume(tmp_path: Path) -> None:
-    """Otherwise the run would silently start at step 0."""
-    with pytest.raises(ConfigError, match=r"run\.resume_step = 100.*run\.resume"):
-        start(settings(tmp_path, Paging(), 64 * MIB, run={"resume_step": 100}))
 
 
 def test_training_metrics_describe_the_last_step(tmp_path: Path) -> None:
@@ -171,24 +158,6 @@ def test_trainer_run_name_is_used() -> None:
         assert _with_run_name(settings, arguments, model).run.name == expected
     named = replace(settings, run=replace(settings.run, name="setting"))
     assert _with_run_name(named, SimpleNamespace(run_name="mine", output_dir="runs/out"), model).run.name == "setting"
-
-
-@pytest.mark.parametrize(
-    ("flags", "native", "crawls"),
-    [
-        ("amx_bf16 avx512bw avx512dq avx512vl", True, False),
-        ("avx512bw avx512dq avx512vl", False, False),
-        ("avx avx2 fma", False, True),
-        ("asimd bf16", True, False),
-        ("asimd", False, True),
-        ("", False, False),
-    ],
-)
-def test_bf16_support_is_read_from_cpuinfo(flags: str, native: bool, crawls: bool, tmp_path: Path) -> None:
-    """If the operating system reports no CPU flags, no warning is given."""
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n" if flags else "")
-    assert (multiplies_bf16(tmp_path), crawls_in_bf16(tmp_path)) == (native, crawls)
 
 
 @pytest.mark.parametrize(("crawls", "bf16"), [(True, True), (True, False), (False, True)])

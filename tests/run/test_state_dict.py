@@ -36,6 +36,7 @@ from support.train import (
     settings,
     state_in_memory,
     state_on_nvme,
+    step,
     train,
 )
 
@@ -76,13 +77,6 @@ def on_nvme(recipe: Recipe, seed: int, folder: Path) -> Iterator[tuple[nn.Module
 def backward(model: nn.Module, number: int = 0) -> None:
     """Run forward and backward with new data."""
     models.loss_of(model, batch(model, number)).backward()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    """Train one step with new data."""
-    backward(model, number)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 SETUPS: dict[str, Callable[..., Any]] = {"memory": in_memory, "nvme": on_nvme}

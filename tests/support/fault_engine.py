@@ -97,8 +97,10 @@ class FaultEngine(WrappedEngine):
 
     kind = "faulty"
 
-    def __init__(self, inner: Engine, seed: int, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, inner: Engine, seed: int, faults: Sequence[Fault] = (), *, on: bool = True) -> None:
         super().__init__(inner)
+        self.on = on
+        """Whether faults are injected. Requests are numbered only while this is true."""
         self._seed, self._faults = seed, tuple(faults)
         self._lock = threading.Lock()
         self._seen = [0] * len(self._faults)
@@ -110,6 +112,8 @@ class FaultEngine(WrappedEngine):
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start a transfer, possibly with a fault."""
+        if not self.on:
+            return self._inner.submit(op, file, offset, memory)
         pin_request(op, file, offset, memory).release()
         with self._lock:
             if self._closed.is_set():

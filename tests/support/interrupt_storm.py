@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
-import hashlib
 import json
 import os
 import random
@@ -33,15 +32,13 @@ from typing import Any
 
 import torch
 import torch._dynamo  # imported before storms are forked
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 
 import infinity
 import infinity.run.offload  # imported before storms are forked
 from infinity.errors import InfinityError
 from support import models
-from support.train import MIB, Paging, Recipe, batch, build, local, make_optimizer, settings, state_on_nvme
+from support.train import MIB, Paging, Recipe, batch, build, digest, make_optimizer, settings
 
 STEPS = 4
 _ATTEMPTS = 60
@@ -105,16 +102,6 @@ class Signals:
         if -1 < self._left <= 0 and not self._ended.is_set():
             self._left = self._gaps.pop() if self._gaps else -1
             signal.raise_signal(signal.SIGINT)
-
-
-def digest(model: nn.Module, optimizer: Any) -> str:
-    """Return a digest of the weights and the optimizer state."""
-    found = hashlib.sha256()
-    for name, states in sorted(state_on_nvme(model, optimizer).items()):
-        for kind, value in sorted(states.items()):
-            found.update(f"{name}/{kind}/{value.dtype}".encode())
-            found.update(local(value.float()).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def train(model: nn.Module, optimizer: Any, micro: int, signals: Signals) -> None:
@@ -200,7 +187,7 @@ def reference(folder: Path, micro: int) -> str:
         return digest(model, optimizer)
 
 
-def run(storms: int, seed: int, folder: Path, progress: Callable[[], None]) -> tuple[Counter[str], list[str]]:
+def run(storms: int, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
     """Run storms in an empty folder.
 
     Returns:
@@ -225,7 +212,8 @@ def run(storms: int, seed: int, folder: Path, progress: Callable[[], None]) -> t
             problem = "" if words[1] == expected(case.micro) else f"the final state differs ({words[0]})"
         if problem:
             failures.append(f"storm {number} ({case}): {problem}")
-        progress()
+        print(f"\r{number - seed + 1} of {storms} storms", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     return ends, failures
 
 
@@ -269,24 +257,12 @@ def main() -> int:
         "--dir", type=Path, default=None, help="folder on the drive to test [default: a temporary folder]"
     )
     options = parser.parse_args()
-    # No refresh thread, because the process forks.
-    with (
-        tempfile.TemporaryDirectory(dir=options.dir) as folder,
-        Progress(*(TextColumn("interrupting"), BarColumn(), MofNCompleteColumn()), auto_refresh=False) as bar,
-    ):
-        task = bar.add_task("", total=options.storms)
-
-        def advance() -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        ends, failures = run(options.storms, options.seed, Path(folder), advance)
-    console = Console()
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        ends, failures = run(options.storms, options.seed, Path(folder))
     interrupts = ends.pop("interrupts", 0)
-    for text in (*(f"{number} storms: {end}" for end, number in ends.most_common()), *failures):
-        console.print(text, markup=False, soft_wrap=True)
-    console.print(f"{interrupts} interrupts")
-    console.print(f"{options.storms} storms, {len(failures)} failures")
+    lines = [f"{number} storms: {end}" for end, number in ends.most_common()]
+    print(*lines, *failures, f"{interrupts} interrupts", sep="\n")
+    print(f"{options.storms} storms, {len(failures)} failures")
     return 1 if failures else 0
 
 

@@ -5,7 +5,6 @@ A life consists of one process per rank, on this machine or on nodes (`support.n
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ from infinity.ranks import Ranks
 from support.ends import End, ending
 from support.nodes import Node, Program
 from support.session import Session
-from support.train import KIB, MIB, local, state_on_nvme
+from support.train import KIB, MIB, digest
 
 STEPS = 5
 RETAINED = 2
@@ -35,18 +34,11 @@ _GRACE = 0.05
 """Maximum seconds between the death of one rank and the kill of the others."""
 
 
-def digest(session: Session) -> str:
+def state_of(session: Session) -> str:
     """Return a digest of the state that must survive: weights, moments, step counts, random states, learning rates."""
-    found = hashlib.sha256()
-    for name, states in sorted(state_on_nvme(session.model, session.optimizer).items()):
-        for kind, value in sorted(states.items()):
-            found.update(f"{name}/{kind}/{value.dtype}".encode())
-            found.update(local(value.float()).numpy().tobytes())
-    found.update(torch.get_rng_state().numpy().tobytes())
-    found.update(repr(random.getstate()).encode())
-    found.update(repr([group["lr"] for group in session.optimizer.param_groups]).encode())
-    found.update(repr(session.scheduler.state_dict()["last_epoch"]).encode())
-    return found.hexdigest()[:16]
+    randoms = torch.get_rng_state().numpy().tobytes(), random.getstate()
+    rates = [group["lr"] for group in session.optimizer.param_groups]
+    return digest(session.model, session.optimizer, randoms, rates, session.scheduler.state_dict()["last_epoch"])
 
 
 def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
@@ -65,14 +57,14 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
         memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
         with Session(folder, host_cache="small", run=run, **memory) as session:
             exists, note = bool(session.optimizer.resumed_extra), session.optimizer.resumed_extra.get("note", 0)
-            say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
+            say("resumed" if exists else "started", session.optimizer.steps, state_of(session), note)
             say("begun", calls())
             if not exists:
                 save_checkpoint(session, say)
             while session.optimizer.steps < STEPS:
                 session.step()
                 if reference or session.optimizer.steps == STEPS:
-                    say("trained", session.optimizer.steps, digest(session), 0)
+                    say("trained", session.optimizer.steps, state_of(session), 0)
                 save_checkpoint(session, say)
         say("calls", calls())
 

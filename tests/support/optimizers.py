@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import infinity
 from support import models
 from support.train import (
-    PAGE,
+    LocalOptimizer,
     Outcome,
     Paging,
     batch,
@@ -59,29 +59,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-class Local:
-    """Run an optimizer on the local tensors of sharded parameters, because it does not support DTensor."""
-
-    def __init__(self, model: nn.Module, make: Make) -> None:
-        self._pairs = [(param, nn.Parameter(param.to_local().detach())) for param in model.parameters()]
-        of = {id(param): part for param, part in self._pairs}
-        self._inner = make([{**g, "params": [of[id(param)] for param in g["params"]]} for g in groups_of(model)])
-        self.param_groups = self._inner.param_groups
-
-    def step(self) -> None:
-        for param, part in self._pairs:
-            part.grad = param.grad.to_local().clone() if param.grad is not None else None  # aligned, for dot products
-        self._inner.step()
-
-    def zero_grad(self) -> None:
-        for param, _ in self._pairs:
-            param.grad = None
-
-    @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        return {param: self._inner.state.get(part, {}) for param, part in self._pairs}
-
-
 def train(model: nn.Module, optimizer: Any, outcome: Outcome, first: int = 0, last: int = STEPS) -> None:
     """Train with a learning rate that changes in every step."""
     groups = [group for group in optimizer.param_groups if "lr" in group]
@@ -104,7 +81,7 @@ def values_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
         f"group {number}": {
             key: torch.as_tensor(value).reshape(-1)
             for key, value in group.items()
-            if key != "params" and isinstance(value, int | float | torch.Tensor)
+            if key not in ("params", "optimizer") and isinstance(value, int | float | torch.Tensor)
         }
         for number, group in enumerate(optimizer.param_groups)
     }
@@ -113,10 +90,20 @@ def values_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
 @functools.cache
 def in_memory(make: Make) -> Outcome:
     """Train with plain FSDP2."""
+
+    def on_local_tensors(model: nn.Module) -> LocalOptimizer:
+        params = list(model.parameters())
+
+        def made(parts: list[nn.Parameter]) -> torch.optim.Optimizer:
+            of = dict(zip(params, parts, strict=True))
+            return make([{**group, "params": [of[param] for param in group["params"]]} for group in groups_of(model)])
+
+        return LocalOptimizer(params, made)
+
     try:
         return _in_memory(lambda model: make(groups_of(model)))
     except (NotImplementedError, RuntimeError, AssertionError):  # the optimizer does not support DTensor
-        return _in_memory(lambda model: Local(model, make))
+        return _in_memory(on_local_tensors)
 
 
 def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
@@ -127,13 +114,24 @@ def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
     return outcome
 
 
-def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint: int = 0, page: int = PAGE) -> Outcome:
-    """Train offloaded. If `checkpoint` is not 0, save a checkpoint after this step and resume it with a new model."""
-    paging, outcome = Paging(host_cache="least", update_schedule=update_schedule, page=page), Outcome()
+def paged(
+    make: Callable[[nn.Module], Any],
+    folder: Path,
+    *,
+    build: Callable[[], nn.Module] = build,
+    steps: int = STEPS,
+    checkpoint: int = 0,
+    **options: Any,
+) -> Outcome:
+    """Train with the optimizers that `make` returns for a model, offloaded with the smallest host cache.
+
+    If `checkpoint` is not 0, save a checkpoint after this step and resume it with a new model.
+    """
+    paging, outcome = Paging(host_cache="least", **options), Outcome()
     first = 0
-    for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
+    for last in (checkpoint, steps) if checkpoint else (steps,):
         model = build()
-        optimizer = make(groups_of(model))
+        optimizer = make(model)
         host = host_bytes(paging, model, optimizer, folder)
         run = {"resume": "latest"} if first else {}
         with infinity.offload(model, optimizer, settings(folder, paging, host, run=run)) as offloaded:
@@ -142,6 +140,7 @@ def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint
                 offloaded.save_checkpoint()
             else:
                 outcome.state = state_on_nvme(model, offloaded) | values_of(offloaded)
+                outcome.update_schedule = offloaded.update_schedule
         first = last
     return outcome
 
@@ -149,7 +148,8 @@ def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint
 def compare(make: Make, folder: Path, **options: Any) -> list[str]:
     """Train in memory and offloaded; return the differences."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        return differences(in_memory(make), paged(make, Path(temporary), **options))
+        found = paged(lambda model: make(groups_of(model)), Path(temporary), **options)
+        return differences(in_memory(make), found)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

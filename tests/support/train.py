@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -12,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import infinity
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError
-from infinity.io import DataFile, Engine, Op, Ticket
 from infinity.units import parse_size
 from support import models
 from support.fault_engine import Fault, FaultEngine, FaultKind
@@ -69,6 +70,10 @@ class LocalOptimizer:
     def zero_grad(self) -> None:
         for param in self._params:
             param.grad = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -184,6 +189,15 @@ def batch(model: nn.Module, seed: int, sequences: int = 2) -> torch.Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(0, models.vocabulary_of(model), (sequences, 24), generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> float:
+    """Train one step with the batch of this number; return its loss."""
+    loss = models.loss_of(model, batch(model, number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def train(
@@ -312,6 +326,16 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
     return found
 
 
+def digest(model: nn.Module, optimizer: infinity.PagedOptimizer, *more: object) -> str:
+    """Return a digest of parameters, optimizer states and `more` values."""
+    found = hashlib.sha256(repr(more).encode())
+    for name, states in sorted(state_on_nvme(model, optimizer).items()):
+        for kind, value in sorted(states.items()):
+            found.update(f"{name}/{kind}/{value.dtype}".encode())
+            found.update(local(value.float()).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def _graphs(recipe: Recipe) -> int:
     """Return the number of graphs that this process has compiled; 0 for recipes without compiled layers."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) if recipe.compiled else 0
@@ -409,39 +433,18 @@ def _host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimiz
     return max(least, elements * 6 // paging.page * paging.page)
 
 
-class Switch:
-    """An engine whose faults can be enabled and disabled while it runs."""
-
-    def __init__(self, inner: Engine, seed: int, faults: tuple[Fault, ...], on: bool) -> None:
-        self._inner, self._faulty, self.on = inner, FaultEngine(inner, seed, faults), on
-
-    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        return (self._faulty if self.on else self._inner).submit(op, file, offset, memory)
-
-    @property
-    def struck(self) -> int:
-        return self._faulty.injected
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._faulty, name)
-
-
 @contextmanager
-def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Switch]]:
+def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[FaultEngine]]:
     """Inject faults into all engines that are opened inside of the block; yield the engines."""
     module = importlib.import_module("infinity.run.run")
-    original = module.open_engine
-    opened: list[Switch] = []
+    original, opened = module.open_engine, list[FaultEngine]()
 
-    def open_engine(config: StorageConfig) -> Switch:
-        opened.append(Switch(original(config), seed, faults, on))
+    def open_engine(config: StorageConfig) -> FaultEngine:
+        opened.append(FaultEngine(original(config), seed, faults, on=on))
         return opened[-1]
 
-    module.open_engine = open_engine
-    try:
+    with patch.object(module, "open_engine", open_engine):
         yield opened
-    finally:
-        module.open_engine = original
 
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import infinity
-from support.optimizers import build, train
-from support.train import Outcome, Paging, differences, full_copy, host_bytes, local, settings, state_on_nvme
+from support.optimizers import build, paged, train, values_of
+from support.train import Outcome, differences, full_copy, local
 
 STEPS = 4
 MultiOptimizer = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
@@ -121,35 +120,17 @@ def in_memory(make: MultiOptimizer, build: Callable[[], nn.Module]) -> Outcome:
     model, outcome = build(), Outcome()
     optimizer = Unsharded(model, make)
     train(model, optimizer, outcome, 0, STEPS)
-    outcome.state = optimizer.state_of(model)
-    return outcome
-
-
-def paged(
-    make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, checkpoint: int = 0, **options: Any
-) -> Outcome:
-    """Train offloaded with the smallest host cache. See `support.optimizers.paged` for `checkpoint`."""
-    paging, outcome = Paging(host_cache="least", **options), Outcome()
-    first = 0
-    for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
-        model = build()
-        optimizers = make(list(model.parameters()))
-        host = host_bytes(paging, model, optimizers, folder)
-        run = {"resume": "latest"} if first else {}
-        with infinity.offload(model, optimizers, settings(folder, paging, host, run=run)) as optimizer:
-            train(model, optimizer, outcome, first, last)
-            if last == checkpoint:
-                optimizer.save_checkpoint()
-            else:
-                outcome.state, outcome.update_schedule = state_on_nvme(model, optimizer), optimizer.update_schedule
-        first = last
+    outcome.state = optimizer.state_of(model) | values_of(optimizer)
     return outcome
 
 
 def compare(make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, **options: Any) -> list[str]:
     """Train in memory and offloaded; return the differences."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        return differences(in_memory(make, build), paged(make, Path(temporary), build=build, **options))
+        found = paged(
+            lambda model: make(list(model.parameters())), Path(temporary), build=build, steps=STEPS, **options
+        )
+        return differences(in_memory(make, build), found)
 
 
 MAKES: dict[str, MultiOptimizer] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
