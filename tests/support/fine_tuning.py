@@ -9,22 +9,9 @@ from pathlib import Path
 from typing import Any
 
 WORDS = [
-    "the",
-    "a",
-    "sea",
-    "ship",
-    "sails",
-    "far",
-    "home",
-    "wind",
-    "and",
-    "storm",
-    "calm",
-    "star",
-    "night",
-    "day",
+    "the", "a", "sea", "ship", "sails", "far", "home", "wind", "and", "storm", "calm", "star", "night", "day",
     "new",
-]
+]  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
