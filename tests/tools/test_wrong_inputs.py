@@ -341,7 +341,7 @@ SETTINGS = [
     toml("[memory.host_bytes]\nx = 1", "memory.host_bytes", "size"),
     toml("[memory]\nhost_bytes = 1.5", "1.5", "size"),
     toml("[memory]\nhost_bytes = -1", "-1", "negative"),
-    toml("[memory]\nhost_bytes = true", "memory.host_bytes", "True"),
+    toml("[memory]\nhost_bytes = true", "memory.host_bytes", "True is not a size"),
     toml("[memory]\nhost_bytes = '3 parsecs'", "memory.host_bytes", "'3 parsecs'"),
     toml("[storage]\nbandwidth_weight = 0", "storage.bandwidth_weight = 0", "minimum of 1"),
     toml("[memory]\nhost_bytes = 9223372036854775808", "9223372036854775808", "2^63 - 1 bytes"),
