@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import struct
 from collections.abc import Sequence
 from functools import reduce
 from operator import xor
