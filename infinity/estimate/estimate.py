@@ -528,7 +528,7 @@ class Estimate:
     def cache_slots_by_use(self) -> dict[str, int]:
         """Number of cache slots by purpose."""
         plan = self.plan
-        kept = {"resident": len(plan.resident), "streaming": plan.streaming_cache_slots, "kept": plan.kept.cache_slots}
+        kept = {"resident": len(plan.resident), "streaming": plan.streaming_cache_slots, "kept": plan.kept_cache_slots}
         cache_slots = {**kept, "writing": plan.cache_slots - sum(kept.values())}
         return cache_slots | ({"activations": number} if (number := self.budget.activation_cache_slots) else {})
 

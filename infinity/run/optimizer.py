@@ -493,7 +493,7 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         plan, moved = self.run.plan, self.run.activation_traffic
         if plan is None:
             raise InfinityError("step time cannot be predicted before the first step; complete a step first")
-        return Simulation(plan, self.run.layout, threaded=self.run.worker.threaded).seconds(
+        return Simulation.of(plan, self.run.layout, threaded=self.run.worker.threaded).seconds(
             bandwidth=bandwidth, computation=computation, activations=moved.read + moved.written
         )
 

@@ -40,8 +40,9 @@ chooses the alternative that transfers fewer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import mean
 
@@ -102,22 +103,6 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetainedPages:
-    """Pages that stay in memory from one use to the next although the window does not contain both uses.
-
-    For example, if page 7 is used at positions 3 and 9 and kept in between, (3, 7) is in `since` and (9, 7) is in
-    `until`.
-    """
-
-    since: frozenset[tuple[int, int]] = frozenset()
-    """Uses after which the page stays in memory, as (position in the trace, page)."""
-    until: frozenset[tuple[int, int]] = frozenset()
-    """Uses until which the page has stayed in memory, as (position in the trace, page)."""
-    cache_slots: int = 0
-    """Maximum number of pages that are kept at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Immutable decision on which pages are resident, and when the pager reads, keeps and evicts all other pages.
 
@@ -140,8 +125,14 @@ class Plan:
     """
     resident: frozenset[int]
     """Pages that stay in the host cache permanently."""
-    kept: RetainedPages
-    """Pages that stay in memory from one use to the next. [Note: kept pages]"""
+    kept_since: Mapping[int, Container[int]]
+    """By position in the trace, the pages that stay in memory until their next use although the window does not contain
+    both uses. [Note: kept pages]
+    """
+    kept_until: Mapping[int, Container[int]]
+    """By position in the trace, the pages that have stayed in memory in this way since their previous use."""
+    kept_cache_slots: int
+    """Maximum number of pages that are kept in this way at the same time."""
     cache_slots: int
     """Number of cache slots of the host cache. Slots that are not assigned to resident, streaming or kept pages hold
     pages that are being written.
@@ -171,33 +162,17 @@ class Plan:
     def keeps(self, position: int) -> Container[int]:
         """Return the pages that the plan keeps in memory from their use at a position until their next use."""
         lead = len(self.prefix)
-        return self._kept_since.get((position - lead) % len(self.trace), ()) if position >= lead else ()
+        return self.kept_since.get((position - lead) % len(self.trace), ()) if position >= lead else ()
 
     def has_kept(self, position: int) -> Container[int]:
         """Return the pages that the plan has kept in memory from their previous use until their use at a position."""
         lead = len(self.prefix)
-        return self._kept_until.get((position - lead) % len(self.trace), ()) if position >= lead else ()
-
-    @cached_property
-    def _kept_since(self) -> dict[int, set[int]]:
-        return _by_position(self.kept.since)
-
-    @cached_property
-    def _kept_until(self) -> dict[int, set[int]]:
-        return _by_position(self.kept.until)
+        return self.kept_until.get((position - lead) % len(self.trace), ()) if position >= lead else ()
 
     def ends_step(self, position: int) -> bool:
         """Return ``True`` if a position is the first one of a step, or of the prefix."""
         lead = len(self.prefix)
         return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
-
-
-def _by_position(uses: Iterable[tuple[int, int]]) -> dict[int, set[int]]:
-    """Return the pages of uses by position."""
-    found: dict[int, set[int]] = {}
-    for position, page in uses:
-        found.setdefault(position, set()).add(page)
-    return found
 
 
 def least_cache_slots(widest: int) -> int:
@@ -230,19 +205,13 @@ def make_simulation(
     Raises:
         BudgetError: if `cache_slots` is less than `least_cache_slots`.
     """
-    cycle = Cycle(trace, layout)
-    timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
-    best = _best_draft(cycle, timing, cache_slots, quick=quick)
-    return Simulation(_plan(best.draft, prefetched), layout, threaded=threaded, draft=best)
-
-
-def _best_draft(cycle: Cycle, timing: Timing, cache_slots: int, *, quick: bool) -> _SimulatedDraft:
-    """Return the best candidate for a trace. See `make_simulation`."""
-    widest, layout = max((len(access) for access in cycle.trace), default=1), cycle.layout
+    timing = Timing(Cycle(trace, layout), threaded=threaded, prefetched=prefetched)
+    cycle, widest = timing.cycle, max(map(len, trace), default=1)
     # The result depends only on the arguments, never on a clock, a measurement or the iteration order of a set.
     # Therefore the traffic of a step is known before the step runs, and a resumed run gets the same plan as before.
     if len(cycle.used) <= cache_slots:
-        return _SimulatedDraft(_all_resident(cycle, cache_slots), timing)
+        reach = cycle.windows_of_all()
+        return Simulation(timing=timing, cache_slots=cache_slots, streaming=0, resident=cycle.used, reach=reach)
     fewest = least_cache_slots(widest)
     if cache_slots < fewest:
         raise BudgetError(
@@ -250,168 +219,212 @@ def _best_draft(cycle: Cycle, timing: Timing, cache_slots: int, *, quick: bool) 
             f"least {fewest}; set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or decrease memory.page_bytes"
         )
-    streaming, most = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING
+    streaming, most, always = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING, min(cache_slots // 4, _TRIED)
     if quick:
-        streaming = min(max(streaming, min(cache_slots // 4, _TRIED)), most)
-        draft = _draft(cycle, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming))
-        return _SimulatedDraft(draft, timing)
-    drafts = _drafts(cycle, cache_slots, streaming)
-    least, always = drafts[0].moves.total_bytes, min(cache_slots // 4, _TRIED)
+        streaming = min(max(streaming, always), most)
+        return _simulation(timing, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming))
+    simulations = _simulations(timing, cache_slots, streaming)
+    least = simulations[0].moves.total_bytes
     found: list[_Candidate] = []
     while True:
-        found += [_Candidate(_SimulatedDraft(draft, timing), least) for draft in drafts]
+        found += [_Candidate(simulation, least) for simulation in simulations]
         # The quickest candidate is determined as late as possible, because each new candidate may make simulations of
         # the previous ones unnecessary.
-        if streaming >= most or (streaming >= always and streaming >= _WIDER * _quickest(found).draft.streaming):
+        if streaming >= most or (streaming >= always and streaming >= _WIDER * _quickest(found).simulation.streaming):
             best = _preferred(found)
-            refined = _refined(best.draft)
-            return best if refined is best.draft else _most_preferred([_SimulatedDraft(refined, timing), best])
+            refined = _refined(best)
+            return best if refined is best else preferred([refined, best])
         streaming = min(_WIDER * streaming, most)
-        drafts = _drafts(cycle, cache_slots, streaming)
+        simulations = _simulations(timing, cache_slots, streaming)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Draft:
-    """A candidate plan, together with the values used to compare candidates."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """A plan without a prefix, and its simulation with different speeds.
 
-    cycle: Cycle
-    """Trace that is planned."""
+    All values that do not depend on speeds are computed once.
+    """
+
+    timing: Timing
+    """Simulator of the trace that is planned."""
     cache_slots: int
     """Number of cache slots of the host cache."""
     streaming: int
     """Maximum number of distinct non-resident pages in the window."""
-    room: int
-    """Number of cache slots that are set aside for kept pages."""
     resident: frozenset[int]
     """Pages that stay in the host cache permanently."""
     reach: Sequence[int]
     """Last position of the window, for every position."""
-    kept: frozenset[int]
+    kept: frozenset[int] = frozenset()
     """Uses after which the page stays in memory until its next use."""
-    keeping: int
+    keeping: int = 0
     """Maximum number of pages that are kept at the same time."""
+    room: int = 0
+    """Number of cache slots that are set aside for kept pages."""
+    _lengths: dict[float, float] = field(default_factory=dict)  # by computation time, without other resources
+
+    @classmethod
+    def of(cls, plan: Plan, layout: Layout, *, threaded: bool) -> Simulation:
+        """Return the simulation of an existing plan.
+
+        Args:
+            plan: plan to simulate; it must not have a prefix.
+            layout: pages of this rank.
+            threaded: whether updates run on their own thread.
+        """
+        cycle = Cycle(plan.trace, layout)
+        uses = enumerate(zip(cycle.places.tolist(), cycle.pages.tolist(), strict=True))
+        return cls(
+            timing=Timing(cycle, threaded=threaded, prefetched=plan.prefetched),
+            cache_slots=plan.cache_slots,
+            streaming=plan.streaming_cache_slots,
+            resident=plan.resident,
+            reach=plan.reach,
+            kept=frozenset(use for use, (position, page) in uses if page in plan.kept_since.get(position, ())),
+            keeping=plan.kept_cache_slots,
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        cycle, since, until = self.timing.cycle, defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for use in self.kept:
+            page = int(cycle.pages[use])
+            since[int(cycle.places[use])].add(page)
+            until[int(cycle.then[use])].add(page)
+        return Plan(
+            prefix=(),
+            trace=cycle.trace,
+            reach=tuple(self.reach),
+            resident=self.resident,
+            kept_since=dict(since),
+            kept_until=dict(until),
+            kept_cache_slots=self.keeping,
+            cache_slots=self.cache_slots,
+            streaming_cache_slots=self.streaming,
+            traffic=_traffic(self.moves, cycle),
+            prefetched=self.timing.prefetched,
+        )
 
     @cached_property
     def moves(self) -> Moves:
         """Transfers of a steady step."""
-        return self.cycle.moves(self.reach, self.resident, self.kept)
+        return self.timing.cycle.moves(self.reach, self.resident, self.kept)
+
+    @cached_property
+    def _transfers(self) -> SimulatedTransfers:
+        # Cache slots for pages that do not stay in memory permanently.
+        moving = self.cache_slots - len(self.resident) - self.moves.staying
+        return self.timing.transfers(self.reach, self.moves, moving)
+
+    def length(self, work: float, resources: OtherResources = NOTHING) -> float:
+        """Return the duration of a steady step. See `Timing.length`.
+
+        Args:
+            work: computation time of a step, expressed as the number of bytes that the drive transfers in that time.
+            resources: other resources that take time.
+        """
+        if not self.timing.cycle.trace:  # all is GPU-resident
+            return max(work, resources.launching, resources.gathering + resources.reducing)
+        if resources != NOTHING:
+            return self.timing.length(self._transfers, work, resources)
+        if work not in self._lengths:
+            self._lengths[work] = self.timing.length(self._transfers, work)
+        return self._lengths[work]
+
+    def least_seconds(
+        self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0
+    ) -> float:
+        """Return a lower bound on `seconds` without running a simulation."""
+        return max((self.moves.total_bytes + activations) / bandwidth, resources.longest)
+
+    def seconds(
+        self, *, bandwidth: float, computation: float, resources: OtherResources = NOTHING, activations: float = 0.0
+    ) -> float:
+        """Return the predicted duration of a steady step, in seconds.
+
+        Args:
+            bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
+            computation: computation time of the training thread per step, excluding waits, in seconds.
+            resources: other resources that take time, in seconds.
+            activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
+                plan. They are assumed to be distributed over the step like its computation, so each transfer of the
+                plan slows down in proportion.
+        """
+        total = self.moves.total_bytes
+        least = self.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
+        if activations:
+            bandwidth *= total / (total + activations) if total else 1.0
+        length = self.length(computation * bandwidth, resources.times(bandwidth))
+        return max(max(length, total) / bandwidth, least)
 
 
-def _drafts(cycle: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
+def _simulations(timing: Timing, cache_slots: int, streaming: int) -> list[Simulation]:
     """Return the candidates for a given number of streaming cache slots.
 
     One candidate keeps no pages between uses. If there are pages to keep, a second candidate keeps as many as possible.
     """
-    reach = cycle.windows(frozenset(), streaming)
-    _, most = cycle.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
-    return [_draft(cycle, cache_slots, streaming, keeping, reach) for keeping in sorted({0, most})]
+    reach = timing.cycle.windows(frozenset(), streaming)
+    _, most = timing.cycle.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
+    return [_simulation(timing, cache_slots, streaming, keeping, reach) for keeping in sorted({0, most})]
 
 
 def _writing(cache_slots: int, streaming: int) -> int:
     return min(max(LEAST_WRITING, streaming // _WRITING), cache_slots - streaming)
 
 
-def _draft(cycle: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
+def _simulation(timing: Timing, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> Simulation:
     """Return a candidate whose resident pages save the most bytes under the window `reach`.
 
     All cache slots that serve no other purpose hold resident pages.
 
     Args:
-        cycle: trace to plan.
+        timing: simulator of the trace to plan.
         cache_slots: number of cache slots of the host cache.
         streaming: number of cache slots for pages in the window.
         room: number of cache slots for pages that are kept between uses.
         reach: last position of the window for every position, used to choose the resident pages.
     """
-    number = cache_slots - streaming - room - _writing(cache_slots, streaming)
+    cycle, number = timing.cycle, cache_slots - streaming - room - _writing(cache_slots, streaming)
     resident: frozenset[int] = frozenset()
     if number:
         kept, _ = cycle.between_uses(reach, resident, room)
         resident = frozenset(_by_benefit(cycle.moves(reach, resident, kept), cycle)[:number])
     reach = cycle.windows(resident, streaming)
     kept, keeping = cycle.between_uses(reach, resident, room)
-    return _Draft(
-        cycle=cycle,
+    return Simulation(
+        timing=timing,
         cache_slots=cache_slots,
         streaming=streaming,
-        room=room,
-        reach=reach,
         resident=resident,
+        reach=reach,
         kept=kept,
         keeping=keeping,
+        room=room,
     )
 
 
-def _refined(draft: _Draft) -> _Draft:
+def _refined(simulation: Simulation) -> Simulation:
     """Return a candidate with a better choice of resident pages.
 
     The benefit of a page is the number of bytes that would be transferred if the page streamed. It depends on the
     window, and the window depends on the resident pages. Therefore resident pages are first chosen for the window that
-    results if no page is resident, as in `draft`, then for the resulting window, and so on, as long as the traffic
-    decreases. Cache slots that `draft` sets aside for kept pages but never fills become available to resident pages.
+    results if no page is resident, as in `simulation`, then for the resulting window, and so on, as long as the traffic
+    decreases. Cache slots that `simulation` sets aside for kept pages but never fills become available to resident
+    pages.
     """
-    cycle, cache_slots, streaming, room = draft.cycle, draft.cache_slots, draft.streaming, draft.keeping
-    best = draft
-    if room != draft.room:
-        best = _draft(cycle, cache_slots, streaming, room, cycle.windows(frozenset(), streaming))
+    best, timing = simulation, simulation.timing
+    cache_slots, streaming, room = best.cache_slots, best.streaming, best.keeping
+    if room != best.room:
+        best = _simulation(timing, cache_slots, streaming, room, timing.cycle.windows(frozenset(), streaming))
     while True:
-        again = _draft(cycle, cache_slots, streaming, room, best.reach)
+        again = _simulation(timing, cache_slots, streaming, room, best.reach)
         if again.moves.total_bytes >= best.moves.total_bytes:
             return best
         best = again
 
 
-def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
-    return _Draft(
-        cycle=cycle,
-        cache_slots=cache_slots,
-        streaming=0,
-        room=0,
-        reach=cycle.windows_of_all(),
-        resident=cycle.used,
-        kept=frozenset(),
-        keeping=0,
-    )
-
-
-def _draft_of(plan: Plan, layout: Layout) -> _Draft:
-    cycle, since = Cycle(plan.trace, layout), plan.kept.since
-    uses = zip(cycle.places.tolist(), cycle.pages.tolist(), strict=True)
-    kept = frozenset(use for use, at in enumerate(uses) if at in since)
-    return _Draft(
-        cycle=cycle,
-        cache_slots=plan.cache_slots,
-        streaming=plan.streaming_cache_slots,
-        room=plan.kept.cache_slots,
-        reach=plan.reach,
-        resident=plan.resident,
-        kept=kept,
-        keeping=plan.kept.cache_slots,
-    )
-
-
-def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
-    cycle, kept = draft.cycle, sorted(draft.kept)
-    pages = cycle.pages[kept].tolist()
-    return Plan(
-        prefix=(),
-        trace=cycle.trace,
-        reach=tuple(draft.reach),
-        resident=draft.resident,
-        kept=RetainedPages(
-            since=frozenset(zip(cycle.places[kept].tolist(), pages, strict=True)),
-            until=frozenset(zip(cycle.then[kept].tolist(), pages, strict=True)),
-            cache_slots=draft.keeping,
-        ),
-        cache_slots=draft.cache_slots,
-        streaming_cache_slots=draft.streaming,
-        traffic=_traffic(draft),
-        prefetched=prefetched,
-    )
-
-
-def _traffic(draft: _Draft) -> Traffic:
-    cycle, moves = draft.cycle, draft.moves
+def _traffic(moves: Moves, cycle: Cycle) -> Traffic:
     found = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
     for bytes_of, uses in zip(found, (moves.entering[moves.read], moves.leaving[moves.written]), strict=True):
         for index in cycle.pages[uses]:
@@ -421,54 +434,15 @@ def _traffic(draft: _Draft) -> Traffic:
 
 
 def preferred(simulations: Sequence[Simulation]) -> Simulation:
-    """Return the simulation of the fastest plan or, among plans of similar speed, of the one with the fewest bytes.
-
-    Args:
-        simulations: plans to compare.
-    """
+    """Return the simulation of the fastest plan or, among plans of similar speed, of the one with the fewest bytes."""
     if len(simulations) == 1:
         return simulations[0]
-    drafts = [simulation.draft for simulation in simulations]
-    return simulations[drafts.index(_most_preferred(drafts))]
-
-
-def _most_preferred(drafts: Sequence[_SimulatedDraft]) -> _SimulatedDraft:
-    """Return the preferred candidate by the rule of `preferred`."""
-    least = min(one.draft.moves.total_bytes for one in drafts)
-    return _preferred([_Candidate(one, least) for one in drafts])
-
-
-class _SimulatedDraft:
-    """A draft and its simulations. No simulation without other resources runs twice."""
-
-    def __init__(self, draft: _Draft, timing: Timing) -> None:
-        """Prepare simulations.
-
-        Args:
-            draft: candidate to simulate.
-            timing: simulation of the candidate's trace.
-        """
-        self.draft, self._timing = draft, timing
-        self._lengths: dict[float, float] = {}  # by computation time, without other resources
-
-    @cached_property
-    def _transfers(self) -> SimulatedTransfers:
-        draft = self.draft
-        # Cache slots for pages that do not stay in memory permanently.
-        moving = draft.cache_slots - len(draft.resident) - draft.moves.staying
-        return self._timing.transfers(draft.reach, draft.moves, moving)
-
-    def length(self, work: float, resources: OtherResources = NOTHING) -> float:
-        """Return the duration of a steady step. See `Timing.length`."""
-        if resources != NOTHING:
-            return self._timing.length(self._transfers, work, resources)
-        if work not in self._lengths:
-            self._lengths[work] = self._timing.length(self._transfers, work)
-        return self._lengths[work]
+    least = min(simulation.moves.total_bytes for simulation in simulations)
+    return _preferred([_Candidate(simulation, least) for simulation in simulations])
 
 
 class _Candidate:
-    """A draft, with its mean relative step time in four cases, the slowness. Smaller is better.
+    """A simulation, with its mean relative step time in four cases, the slowness. Smaller is better.
 
     The cases differ in the computation time of a step: zero, so that only the traffic matters; the time to transfer
     `least` bytes; twice that time; and longer than all possible transfers, so that only waits matter. Step times are
@@ -478,17 +452,18 @@ class _Candidate:
     its computation. Therefore the cases are simulated only as far as a comparison requires.
     """
 
-    def __init__(self, simulated: _SimulatedDraft, least: float) -> None:
+    def __init__(self, simulation: Simulation, least: float) -> None:
         """Start with the bound that requires no simulation.
 
         Args:
-            simulated: candidate to evaluate.
+            simulation: candidate to evaluate.
             least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
         """
-        self.simulated, self.draft = simulated, (draft := simulated.draft)
+        self.simulation, self.total_bytes = simulation, simulation.moves.total_bytes
         least = max(1, least)  # avoid a division by zero if no page is transferred
-        self._works = [least, 2 * least, 4 * draft.cycle.used_bytes]  # the last one reads and writes all pages twice
-        self._ratios = [draft.moves.total_bytes / least]
+        # The last one is the time to read and write all pages twice.
+        self._works = [least, 2 * least, 4 * simulation.timing.cycle.used_bytes]
+        self._ratios = [self.total_bytes / least]
 
     @property
     def exact(self) -> bool:
@@ -506,7 +481,7 @@ class _Candidate:
     def simulate(self) -> None:
         """Simulate the next case."""
         work = self._works[len(self._ratios) - 1]
-        self._ratios.append(self.simulated.length(work) / work)
+        self._ratios.append(self.simulation.length(work) / work)
 
 
 def _quickest(found: Sequence[_Candidate]) -> _Candidate:
@@ -516,81 +491,19 @@ def _quickest(found: Sequence[_Candidate]) -> _Candidate:
     return quickest
 
 
-def _preferred(found: Sequence[_Candidate]) -> _SimulatedDraft:
+def _preferred(found: Sequence[_Candidate]) -> Simulation:
     # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
     most = _ABOUT * _quickest(found).slowness
     best: _Candidate | None = None
-    for candidate in sorted(found, key=lambda candidate: candidate.draft.moves.total_bytes):
-        if best is not None and candidate.draft.moves.total_bytes > best.draft.moves.total_bytes:
+    for candidate in sorted(found, key=lambda candidate: candidate.total_bytes):
+        if best is not None and candidate.total_bytes > best.total_bytes:
             break
         while not candidate.exact and candidate.slowness <= most:
             candidate.simulate()
         if candidate.slowness <= most and (best is None or candidate.slowness < best.slowness):
             best = candidate
     assert best is not None
-    return best.simulated
-
-
-class Simulation:
-    """Simulation of a plan with different speeds. All values that do not depend on speeds are computed once."""
-
-    def __init__(
-        self, plan: Plan, layout: Layout, *, threaded: bool, draft: _SimulatedDraft | None = None
-    ) -> None:  # fmt: skip
-        """Prepare the simulation.
-
-        Args:
-            plan: plan to simulate; it must not have a prefix.
-            layout: pages of this rank.
-            threaded: whether updates run on their own thread.
-            draft: draft of the plan, if the caller has it.
-        """
-        self.plan, self._layout, self._threaded, self._given = plan, layout, threaded, draft
-
-    @cached_property
-    def draft(self) -> _SimulatedDraft:
-        """Draft of the plan, which the planner compares with others."""
-        if self._given is not None:
-            return self._given
-        draft = _draft_of(self.plan, self._layout)
-        return _SimulatedDraft(draft, Timing(draft.cycle, threaded=self._threaded, prefetched=self.plan.prefetched))
-
-    def length(self, work: float, resources: OtherResources = NOTHING) -> float:
-        """Return the duration of a steady step. See `Timing.length`.
-
-        Args:
-            work: computation time of a step, expressed as the number of bytes that the drive transfers in that time.
-            resources: other resources that take time.
-        """
-        if not self.plan.trace:  # all is GPU-resident
-            return max(work, resources.launching, resources.gathering + resources.reducing)
-        return self.draft.length(work, resources)
-
-    def least_seconds(
-        self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0
-    ) -> float:
-        """Return a lower bound on `seconds` without running a simulation."""
-        return max((self.plan.traffic.total_bytes + activations) / bandwidth, resources.longest)
-
-    def seconds(
-        self, *, bandwidth: float, computation: float, resources: OtherResources = NOTHING, activations: float = 0.0
-    ) -> float:
-        """Return the predicted duration of a steady step, in seconds.
-
-        Args:
-            bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
-            computation: computation time of the training thread per step, excluding waits, in seconds.
-            resources: other resources that take time, in seconds.
-            activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
-                plan. They are assumed to be distributed over the step like its computation, so each transfer of the
-                plan slows down in proportion.
-        """
-        total = self.plan.traffic.total_bytes
-        least = self.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
-        if activations:
-            bandwidth *= total / (total + activations) if total else 1.0
-        length = self.length(computation * bandwidth, resources.times(bandwidth))
-        return max(max(length, total) / bandwidth, least)
+    return best.simulation
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:

@@ -360,7 +360,7 @@ class Timing:
             threaded: whether updates run on their own thread.
             prefetched: position of the computation in a step with this trace, if weights are prefetched to the GPU.
         """
-        self._cycle, self._threaded, self._prefetched = cycle, threaded, prefetched
+        self.cycle, self._threaded, self.prefetched = cycle, threaded, prefetched
         # By position: FSDP modules whose prefetched weights are awaited, and the computation that follows each wait.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
         self._links: dict[bool, list[_LinkUse]] = {}  # by whether updates run on the device
@@ -371,30 +371,30 @@ class Timing:
     @cached_property
     def _shares(self) -> Sequence[float]:
         """For each access, the fraction of a step's computation that precedes it."""
-        return self._prefetched.shares if self._prefetched else computation(self._cycle.trace, self._cycle.layout)
+        return self.prefetched.shares if self.prefetched else computation(self.cycle.trace, self.cycle.layout)
 
     @cached_property
     def _executors(self) -> list[int]:
         """For each access, its executor."""
-        pages, update = self._cycle.layout.pages, Role.UPDATE
+        pages, update = self.cycle.layout.pages, Role.UPDATE
         updates = {page.index for page in pages if page.role is update} if self._threaded else set[int]()
         found = [
             _UPDATES if updates and any(page in updates for page, _ in access) else _TRAINING
-            for access in self._cycle.trace
+            for access in self.cycle.trace
         ]
-        for position in self._prefetched.prefetched if self._prefetched else ():
+        for position in self.prefetched.prefetched if self.prefetched else ():
             found[position] = _PREFETCHES
         return found
 
     @cached_property
     def _fsdp_modules(self) -> list[int]:
         """For each access, the FSDP module of its pages."""
-        pages = self._cycle.layout.pages
-        return [pages[access[0].page].fsdp_module for access in self._cycle.trace]
+        pages = self.cycle.layout.pages
+        return [pages[access[0].page].fsdp_module for access in self.cycle.trace]
 
     @cached_property
     def _updating(self) -> list[float]:
-        return updating(self._cycle.trace, self._cycle.layout)
+        return updating(self.cycle.trace, self.cycle.layout)
 
     def _delays(self, accesses: Sequence[_SimulatedAccess], work: float, resources: OtherResources) -> list[float]:
         """Return, for each access and for the end, the time by which Python delays the computation before it."""
@@ -417,7 +417,7 @@ class Timing:
     def _link_uses(self, *, on_device: bool) -> list[_LinkUse]:
         if on_device not in self._links:
             self._links[on_device] = _link_uses(
-                self._cycle.trace, self._cycle.layout, self._updating, on_device=on_device
+                self.cycle.trace, self.cycle.layout, self._updating, on_device=on_device
             )
         return self._links[on_device]
 
@@ -429,7 +429,7 @@ class Timing:
             moves: transfers of the step.
             cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
         """
-        cycle, none = self._cycle, ()
+        cycle, none = self.cycle, ()
         entering: list[tuple[bool, ...]] = [none] * cycle.length
         leaving: list[tuple[int, ...]] = [none] * cycle.length
         read = moves.entering[moves.read]
@@ -461,7 +461,7 @@ class Timing:
             work: computation time of a step, excluding updates.
             resources: other resources that take time.
         """
-        length, reads = self._cycle.length, transfers.reads
+        length, reads = self.cycle.length, transfers.reads
         each = [0.0] * length
         if resources.updates:
             each = [resources.updates * share for share in self._updating]

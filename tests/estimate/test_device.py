@@ -190,7 +190,7 @@ def test_copies_without_prefetch_are_exposed(name: str) -> None:
 
     def step(plan: Plan) -> float:
         resources = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, update_limit=2)
-        simulation = Simulation(plan, found.layout, threaded=True)
+        simulation = Simulation.of(plan, found.layout, threaded=True)
         return simulation.seconds(bandwidth=1e9, computation=seconds.computation.busy, resources=resources)
 
     _, simulation = choose_simulation(
@@ -220,7 +220,7 @@ def test_machine_without_a_link_uses_three_resources() -> None:
     device = replace(linked.machine.device, link=0.0)
     found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, call_seconds=0.0))
     seconds = found.seconds
-    alone = Simulation(found.plan, found.layout, threaded=True).seconds(
+    alone = Simulation.of(found.plan, found.layout, threaded=True).seconds(
         bandwidth=found._bandwidth(found.traffic),
         computation=seconds.computation.busy,
         resources=OtherResources(updates=seconds.updates.busy),

@@ -91,9 +91,10 @@ def walk(plan: Plan, layout: Layout) -> Walk:
 def test_plan_fits_its_cache_slots_and_moves_the_predicted_bytes(drawn: tuple[Plan, Layout]) -> None:
     """Every used page is available, and a steady step matches exactly."""
     plan, layout = drawn
-    staying = len(plan.resident) + plan.streaming_cache_slots + plan.kept.cache_slots
+    staying = len(plan.resident) + plan.streaming_cache_slots + plan.kept_cache_slots
     assert staying <= plan.cache_slots
-    assert len(plan.kept.since) == len(plan.kept.until)
+    since, until = (sum(map(len, kept.values())) for kept in (plan.kept_since, plan.kept_until))
+    assert since == until
     if not plan.streaming_cache_slots:
         assert plan.traffic.read_bytes == plan.traffic.written_bytes == 0
         return
@@ -280,7 +281,7 @@ def test_state_format_traffic_matches_the_closed_form(share: float, key: str) ->
     weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
     cached = sum(layout.pages[page].nbytes for page in plan.resident)
     reserve = (plan.cache_slots - len(plan.resident) + 2) * PAGE
-    assert plan.kept.cache_slots <= len(layout.segments[0].param_pages)
+    assert plan.kept_cache_slots <= len(layout.segments[0].param_pages)
 
     def expected(cache: int) -> tuple[int, int]:
         return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
@@ -297,7 +298,7 @@ def test_kept_pages_are_not_transferred_between_their_uses(key: str) -> None:
     """In a small host cache, updates in backward find the weights that the gather of the FSDP module has read."""
     layout, events = transformer(12, 16 * 5 * 1024, PAGE, key), transformer_step(12)
     plan = make_plan(expand(events, layout, UpdateSchedule.of("in_backward", events)), layout, 24)
-    assert plan.kept.cache_slots
+    assert plan.kept_cache_slots
     seen = walk(plan, layout)
     assert seen.unfetched == []
     assert seen.read[STEADY] == plan.traffic.read_bytes

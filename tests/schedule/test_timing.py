@@ -33,7 +33,7 @@ def lengths(
     plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
     """Return the simulated duration of a step for each computation time."""
-    simulation = Simulation(plan, layout, threaded=threaded)
+    simulation = Simulation.of(plan, layout, threaded=threaded)
     return [simulation.length(work, resources) for work in works]
 
 
@@ -69,7 +69,7 @@ def test_seconds_scale_with_bandwidth_and_computation() -> None:
     moved = plan.traffic.total_bytes
 
     def seconds(bandwidth: float, computation: float) -> float:
-        return Simulation(plan, layout, threaded=False).seconds(bandwidth=bandwidth, computation=computation)
+        return Simulation.of(plan, layout, threaded=False).seconds(bandwidth=bandwidth, computation=computation)
 
     assert seconds(moved, 0.0) == pytest.approx(1.0, rel=0.2)
     assert 1.0 <= seconds(moved, 0.5) <= 1.7
@@ -100,8 +100,8 @@ def test_cache_slots_for_one_fsdp_module_keep_the_drive_busy(threaded: bool) -> 
     )
     assert narrow_time > 1.4 * narrow.traffic.total_bytes
     assert wide_time < 1.3 * wide.traffic.total_bytes
-    simulations = [Simulation(plan, layout, threaded=threaded) for plan in (narrow, wide)]
-    assert preferred(simulations).plan is wide
+    simulations = [Simulation.of(plan, layout, threaded=threaded) for plan in (narrow, wide)]
+    assert preferred(simulations).plan == wide
 
 
 TRAINING_ACCESS = (0, 0, 1, 0, [True], [PAGE])
@@ -203,7 +203,7 @@ def test_step_time_is_between_computation_and_the_sum(
     left_over = plan.cache_slots * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
     assert work * (1 - 1e-9) <= found <= most * (1 + 1e-9)
-    simulation = Simulation(plan, layout, threaded=threaded)
+    simulation = Simulation.of(plan, layout, threaded=threaded)
     seconds = simulation.seconds(bandwidth=1.0, computation=work, resources=resources)
     assert seconds >= max(found, *(times.get(name, 0) for name in ("weights", "gradients", "verifying", "hashing")))
 
