@@ -2,6 +2,8 @@
 
 Each group from the process's own group up to the root has limits, and all of them apply. A container sees only the part
 of the hierarchy that is mounted in it, and the path in /proc/self/cgroup may start above this part.
+
+The argument `root` of functions is the folder that contains `proc` and all mount points.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
 
     Args:
         controller: Name of the resource controller in version 1, for example ``memory`` or ``cpu``.
-        root: Folder that contains `proc` and all mount points.
     """
     try:
         own = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
@@ -57,11 +58,7 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
 
 
 def cores_of_groups(root: Path = Path("/")) -> float:
-    """Return the number of CPU cores that the control groups allow this process, or infinity if there is no limit.
-
-    Args:
-        root: Folder that contains `proc` and all mount points.
-    """
+    """Return the number of CPU cores that the control groups allow this process, or infinity if there is no limit."""
     least = math.inf
     for version, folder in groups("cpu", root):
         try:

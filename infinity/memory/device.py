@@ -66,13 +66,19 @@ class DeviceEvent:
 class Pinned:
     """Host memory that may be registered with a device, so that copies to and from it are asynchronous."""
 
+    def __init__(self) -> None:
+        self.pieces: list[Callable[[], object]] = []
+        """Functions that unregister one registered piece of the memory each."""
+
     @property
     def registered(self) -> bool:
         """``True`` if the memory is registered."""
-        return False
+        return bool(self.pieces)
 
     def close(self) -> None:
         """Unregister the memory."""
+        while self.pieces:
+            self.pieces.pop()()
 
 
 class Device:
@@ -342,9 +348,25 @@ class CudaDevice(AcceleratorDevice):
             return -1
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Register memory with CUDA."""
+        """Register memory with CUDA in pieces. If registering one piece fails, all pieces are unregistered."""
+        pinned, start = Pinned(), torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        step = max(1, _LARGEST_PIECE // piece) * piece
         with torch.cuda.device(self.name):
-            return _Registered(memory, piece, torch.cuda.cudart(), self._clear)  # type: ignore[no-untyped-call]
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for offset in range(0, len(memory), step):
+                nbytes = min(step, len(memory) - offset)
+                status = int(cudart.cudaHostRegister(start + offset, nbytes, _PORTABLE))
+                if status:
+                    self._clear()
+                    pinned.close()
+                    warnings.warn(
+                        f"CUDA could not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies "
+                        "to and from the device block training. Raise the limit on locked memory (ulimit -l).",
+                        stacklevel=3,
+                    )
+                    break
+                pinned.pieces.append(partial(cudart.cudaHostUnregister, start + offset))
+        return pinned
 
     def _clear(self) -> None:
         """Clear the error that CUDA stores after a failed call. Otherwise the next, unrelated call would raise it."""
@@ -353,39 +375,6 @@ class CudaDevice(AcceleratorDevice):
             torch.cuda.synchronize(self.name)
         except RuntimeError:
             return
-
-
-class _Registered(Pinned):
-    """Host memory that is registered with CUDA in pieces. If registering one piece fails, all pieces are
-    unregistered.
-    """
-
-    def __init__(self, memory: memoryview, piece: int, cudart: Any, clear: Callable[[], None]) -> None:
-        self._cudart = cudart
-        self._addresses: list[int] = []  # start of each registered piece
-        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        step = max(1, _LARGEST_PIECE // piece) * piece
-        for offset in range(0, len(memory), step):
-            nbytes = min(step, len(memory) - offset)
-            status = int(cudart.cudaHostRegister(start + offset, nbytes, _PORTABLE))
-            if status:
-                clear()
-                self.close()
-                warnings.warn(
-                    f"CUDA could not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies to "
-                    "and from the device block training. Raise the limit on locked memory (ulimit -l).",
-                    stacklevel=4,
-                )
-                return
-            self._addresses.append(start + offset)
-
-    @property
-    def registered(self) -> bool:
-        return bool(self._addresses)
-
-    def close(self) -> None:
-        while self._addresses:
-            self._cudart.cudaHostUnregister(self._addresses.pop())
 
 
 def _error(cudart: Any, status: int) -> str:

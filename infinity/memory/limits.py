@@ -4,6 +4,8 @@
 control group or an enclosing group exceeds its memory limit, even if the machine has free memory (`cgroups.py`). The
 usage of a group is the memory charged to the group minus `inactive_file`, which is cached file data that stays charged
 only until the memory is needed.
+
+The argument `root` of functions is the folder that contains `proc` and all mount points.
 """
 
 from __future__ import annotations
@@ -36,9 +38,6 @@ def device_margin(total: int) -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Return the number of bytes that this process can still allocate. [Note: control groups]
 
-    Args:
-        root: Folder that contains `proc` and all mount points.
-
     Raises:
         OSError: if /proc/meminfo cannot be read.
         ValueError: if /proc/meminfo is malformed.
@@ -66,7 +65,6 @@ def default_host_cache(local_ranks: int, root: Path = Path("/")) -> int:
 
     Args:
         local_ranks: Number of ranks on this node.
-        root: Folder that contains `proc` and all mount points.
 
     Raises:
         OSError, ValueError: in the same cases as `available_memory`.
