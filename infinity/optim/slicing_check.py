@@ -91,20 +91,13 @@ class _Subject:
     sometimes_missing: bool = False  # has no gradient in the steps `_MISSING`
 
     @property
-    def row(self) -> int:
-        return math.prod(self.shape[1:])
-
-    @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    def view(self, slices: str) -> tuple[int, ...] | None:
-        return view_shape(slices, self.shape)
 
     def cuts(self, slices: str) -> list[tuple[int, int]]:
         if slices == "whole":
             return [(0, self.numel)]
-        alignment = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
+        alignment = math.lcm(math.prod(self.shape[1:]), SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
         points = [0, alignment, align_up(self.numel * 5 // 8, alignment), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
 
@@ -435,17 +428,18 @@ class _SlicingCheck:
 
     def _in_slices(self, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> _Trained:
         kernel, subjects = self._kernel, self._subjects
-        weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
-        states = [
+        trained = _Trained(weights=[self._values(number).reshape(-1) for number in range(len(subjects))])
+        trained.states = [
             {key: torch.zeros(s.numel, dtype=getattr(torch, dtype)) for key, dtype in layout.kinds}
             for s, layout in zip(subjects, kinds, strict=True)
         ]
         modes = [_SLICES[slices[subject.case]] for subject in subjects]
-        shapes = {n: subject.view(mode) for n, (subject, mode) in enumerate(zip(subjects, modes, strict=True))}
+        shapes = {
+            n: view_shape(mode, subject.shape) for n, (subject, mode) in enumerate(zip(subjects, modes, strict=True))
+        }
         kernel.shapes = {number: shape for number, shape in shapes.items() if shape is not None}
         groups, own = self._groups(), {name: copied(value) for name, value in kernel.plain_own()}
         scalars: dict[int, Scalars] = {}
-        trained = _Trained(weights=weights, states=states)  # type: ignore[arg-type]
         for step in range(self._steps):
             self._set(groups, step)
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
@@ -456,10 +450,8 @@ class _SlicingCheck:
                     gradient = self._gradient(number, step)
                     if subject.group != place or gradient is None:
                         continue
-                    for position, (low, high) in enumerate(subject.cuts(modes[number])):
-                        views = {key: value[low:high] for key, value in states[number].items()}
-                        piece = Piece(number, weights[number][low:high], gradient.reshape(-1)[low:high].clone(), views)
-                        alone = number if modes[number] == "whole" else -1
+                    alone = number if modes[number] == "whole" else -1
+                    for position, piece in enumerate(self._pieces(number, modes[number], trained, gradient)):
                         calls.setdefault((position, alone), []).append(piece)
                 for pieces in calls.values():
                     self._called = {subjects[piece.shard].case for piece in pieces}
@@ -467,20 +459,26 @@ class _SlicingCheck:
             if kernel.advancing or kernel.advancing_own:
                 kernel.advance_values(groups, own)
             if kernel.modes and step in _SWITCHED:
-                self._switch(groups, own, weights, states, scalars, modes)
+                self._switch(groups, own, trained, scalars, modes)
         kernel.shapes = {}
         for number, layout in enumerate(kinds):
-            trained.states[number] = {**states[number], **scalars.get(number, {})}
-            if missing := set(layout.scalars) - scalars.get(number, {}).keys():
-                trained.states[number].update(dict.fromkeys(missing))
+            trained.states[number] |= dict.fromkeys(layout.scalars) | dict(scalars.get(number, {}))
         return trained
+
+    def _pieces(
+        self, number: int, mode: str, trained: _Trained, gradient: torch.Tensor | None = None
+    ) -> Iterator[Piece]:
+        """Yield the slices of a parameter in a training run with slices."""
+        for low, high in self._subjects[number].cuts(mode):
+            views = {key: value[low:high] for key, value in trained.states[number].items()}
+            part = None if gradient is None else gradient.reshape(-1)[low:high].clone()
+            yield Piece(number, trained.weights[number][low:high], part, views)
 
     def _switch(
         self,
         groups: Groups,
         own: dict[str, Any],
-        weights: Sequence[torch.Tensor],
-        states: Sequence[Mapping[str, torch.Tensor]],
+        trained: _Trained,
         scalars: dict[int, Scalars],
         modes: Sequence[str],
     ) -> None:
@@ -489,9 +487,7 @@ class _SlicingCheck:
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
             before = dict(scalars)
             for number, subject in enumerate(self._subjects):
-                for low, high in subject.cuts(modes[number]):
-                    views = {key: value[low:high] for key, value in states[number].items()}
-                    piece = Piece(number, weights[number][low:high], None, views)
+                for piece in self._pieces(number, modes[number], trained):
                     after = kernel.update([piece], groups[subject.group], before, start, method)
                     scalars.update(after if number in before else {})
             kernel.advance_values(groups, own, method)
