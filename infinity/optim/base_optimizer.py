@@ -5,7 +5,7 @@ Its param groups remain in use (by schedulers, for example), but its state is st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -85,32 +85,32 @@ class BaseOptimizer:
             state: mapping that becomes the `state` of the base optimizer.
         """
         torch_private.share_step_hooks(paged, self.optimizer)
-        for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
+        for part in self._all:
             part.register_step_pre_hook(_reject_step_of_base)
             part.add_param_group = reject_add_param_group  # type: ignore[method-assign]
-            part.load_state_dict = reject_load_state_dict  # type: ignore[method-assign]
+            part.load_state_dict = _reject_load_state_dict  # type: ignore[method-assign]
             part.state = state  # type: ignore[assignment]
         self._state = vars(self.optimizer).get("state")
         self._fixed = self._content_of_parts()
 
     def called(self) -> None:
         """Mark `step()` as called, because schedulers that were created with the base optimizer check this."""
-        for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
+        for part in self._all:
             vars(part)["_opt_called"] = True
+
+    @property
+    def _all(self) -> Iterable[torch.optim.Optimizer]:
+        """The base optimizer and the optimizers that it combines."""
+        return {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values()
 
     # Settings #
 
     def settings_of(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return a snapshot of each shard's param group settings, which schedulers may change before the update."""
-        fixed: dict[int, Mapping[str, Any]] = {}
-        found = {}
-        for shard in shards:
-            # Looked up here, because groups may have been replaced
-            group = self.optimizer.param_groups[self._group_numbers[shard]]
-            if id(group) not in fixed:
-                fixed[id(group)] = settings_of(group)
-            found[shard] = fixed[id(group)]
-        return found
+        numbers = {shard: self._group_numbers[shard] for shard in shards}
+        # Looked up here, because groups may have been replaced
+        fixed = {number: settings_of(self.optimizer.param_groups[number]) for number in set(numbers.values())}
+        return {shard: fixed[number] for shard, number in numbers.items()}
 
     def groups_by_shard(self) -> list[dict[str, Any]]:
         """Return the param groups with shard indices in place of parameters, as stored in checkpoints.
@@ -128,8 +128,7 @@ class BaseOptimizer:
         Raises:
             UnsupportedError: if a setting or an attribute cannot be copied.
         """
-        for group in self.optimizer.param_groups:
-            settings_of(group)
+        self._settings()
         self.kernel.own()
 
     def note_settings(self) -> None:
@@ -280,24 +279,19 @@ def _reject_step_of_base(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     )
 
 
-def reject_add_param_group(*_: Any, **__: Any) -> NoReturn:
-    """Raise an error, because param groups cannot be added to an offloaded optimizer.
+def rejecting(message: str) -> Callable[..., NoReturn]:
+    """Return a function that raises `UnsupportedError` with a message, to be used in place of a method."""
 
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "a param group cannot be added to an offloaded optimizer because the group's parameters have no pages; add all "
-        "groups before infinity.offload"
-    )
+    def reject(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(message)
+
+    return reject
 
 
-def reject_load_state_dict(*_: Any, **__: Any) -> NoReturn:
-    """Raise an error, because the base optimizer no longer has the state.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "this optimizer was replaced by the one that infinity.offload() returned; call load_state_dict() on that one"
-    )
+reject_add_param_group = rejecting(
+    "a param group cannot be added to an offloaded optimizer because the group's parameters have no pages; add all "
+    "groups before infinity.offload"
+)
+_reject_load_state_dict = rejecting(
+    "this optimizer was replaced by the one that infinity.offload() returned; call load_state_dict() on that one"
+)

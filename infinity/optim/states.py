@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from infinity.content.views import torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard_io import ShardIO
-from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer
+from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, rejecting
 from infinity.optim.kernel import StateSpec
 from infinity.optim.optimizer_clone import copied, in_place_of
 from infinity.optim.step import StepRunner
@@ -69,10 +69,7 @@ class StatesOfOne(dict[str, Any]):
         if self.get(key) is not value:
             raise UnsupportedError(NO_ENTRIES)
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(NO_ENTRIES)
-
-    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
+    __delitem__ = clear = pop = popitem = update = __ior__ = rejecting(NO_ENTRIES)  # type: ignore[assignment]
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return an existing value.
@@ -81,7 +78,7 @@ class StatesOfOne(dict[str, Any]):
             UnsupportedError: if there is no state named `key`.
         """
         if key not in self:
-            self._refuse()
+            raise UnsupportedError(NO_ENTRIES)
         return self[key]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -396,10 +393,7 @@ def _described(value: object) -> str:
 class NotCopied:
     """Object that cannot be copied or pickled. `PagedStates` thereby also protects the base optimizer."""
 
-    def _refuse_copy(self, *_: Any) -> NoReturn:
-        raise UnsupportedError(NO_COPIES)
-
-    __deepcopy__ = __reduce_ex__ = _refuse_copy
+    __deepcopy__ = __reduce_ex__ = rejecting(NO_COPIES)  # type: ignore[assignment]
 
 
 class PagedStates(NotCopied, MutableMapping[nn.Parameter, dict[str, Any]]):
@@ -424,10 +418,7 @@ class PagedStates(NotCopied, MutableMapping[nn.Parameter, dict[str, Any]]):
         """Return the states of a parameter."""
         return self._reader.state_of(param)
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedError(NO_ENTRIES)
-
-    __setitem__ = __delitem__ = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = clear = rejecting(NO_ENTRIES)  # type: ignore[assignment]
 
     def setdefault(self, param: nn.Parameter, default: Any = None) -> Any:
         """Return the states of a parameter.
