@@ -18,6 +18,8 @@ from infinity.schedule.trace import Access
 class PlannedAccess:
     """An access that has taken its place in the plan, either for the training thread or for a reservation."""
 
+    cursor: Cursor
+    """Cursor in which the access took its place."""
     position: int
     """Position in the plan. It keeps increasing from cycle to cycle."""
     uses: Access
@@ -51,6 +53,8 @@ class Cursor:
         """Next position to take."""
         self._claimed = first - 1
         """Last position whose pages have been claimed, which is the end of the window."""
+        self._kept: set[int] = set()
+        """Pages that the plan keeps until their next use, which has not entered the window."""
         self._taken: deque[PlannedAccess] = deque()
         """Accesses that have taken a position, in order, starting with the oldest unfinished one."""
 
@@ -70,7 +74,7 @@ class Cursor:
 
     def take(self, uses: Access) -> PlannedAccess:
         """Assign the next position to the access that the plan expects there."""
-        access = PlannedAccess(self.position, uses)
+        access = PlannedAccess(self, self.position, uses)
         self._taken.append(access)
         self.position += 1
         return access
@@ -84,7 +88,9 @@ class Cursor:
             self._leave(self._taken.popleft())
 
     def _leave(self, access: PlannedAccess) -> None:
-        self._cache.release_claims(access.uses, self.plan.keeps(access.position))
+        kept = self.plan.keeps(access.position)
+        self._kept |= kept
+        self._cache.release_claims(access.uses, kept)
         # Claim before evicting. Otherwise a page that the window needs again would be evicted and read a second time.
         # Prefetches are requested only here, when the end of an earlier access advances the window.
         self.claim_window()
@@ -96,5 +102,8 @@ class Cursor:
         reach = plan.reach_at(self._taken[0].position if self._taken else self.position)
         while self._claimed < reach:
             self._claimed += 1
-            self._cache.claim(plan.access(self._claimed), plan.has_kept(self._claimed))
+            uses = plan.access(self._claimed)
+            self._cache.claim(uses, self._kept)
+            if self._kept:
+                self._kept.difference_update([use.page for use in uses])
         self._cache.prefetch()

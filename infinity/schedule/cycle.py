@@ -108,18 +108,13 @@ def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> l
         # Gradients for updates in backward wait in memory outside the host cache. Without this limit, the training
         # thread could finish backward before any update, and the memory for gradients would grow with the number of
         # layers.
-        if _uses_gradients_in_memory(accesses[position], layout):
+        roles = {layout.pages[use.page].role for use in accesses[position]}
+        if Role.GRAD not in roles and any(use.mode.modifies for use in accesses[position]):  # an update in backward
             end = bisect_left(ends, position) + _AHEAD
             last = ends[end] if end < len(ends) else len(accesses)
         if position < len(reach):
             reach[position] = min(reach[position], last)
     return reach
-
-
-def _uses_gradients_in_memory(access: Access, layout: Layout) -> bool:
-    """Return whether an access is part of an update in backward, whose gradients are not in pages."""
-    roles = {layout.pages[use.page].role for use in access}
-    return Role.GRAD not in roles and any(use.mode.modifies for use in access)
 
 
 def _array(values: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -159,8 +154,8 @@ class Cycle:
         """All pages that the step uses."""
         self.used_in_order = _array(sorted(self.used))
         """`used`, ordered by page number."""
-        self.weights = np.array([page.role is Role.PARAM for page in layout.pages], np.bool_)
-        """For every page of the layout, whether it contains weights."""
+        self.roles = np.array([page.role.value for page in layout.pages])
+        """Value of the role of every page of the layout."""
         self.nbytes = _array([page.nbytes for page in layout.pages])
         """Size of every page of the layout, in bytes."""
         self.used_bytes = sum(layout.pages[page].nbytes for page in self.used)
@@ -169,10 +164,10 @@ class Cycle:
         """For each use, the position of the next use of the same page. Positions continue into the next cycle."""
         self._after = _array([use % number for use in uses.after[:number]])
         self._before = _array([use % number for use in uses.before[number:]])
-        write, update, consume = Mode.WRITE, Mode.UPDATE, Mode.CONSUME
-        self._fetches = np.array([mode is not write for mode in uses.modes[:number]], np.bool_)
-        self._modifies = np.array([mode is write or mode is update for mode in uses.modes[:number]], np.bool_)
-        self._consumes = np.array([mode is consume for mode in uses.modes[:number]], np.bool_)
+        modes = uses.modes[:number]
+        self._fetches = np.array([mode.fetches for mode in modes], np.bool_)
+        self._modifies = np.array([mode.modifies for mode in modes], np.bool_)
+        self._consumes = np.array([mode is Mode.CONSUME for mode in modes], np.bool_)
         self._near = self._near_uses()
 
     def windows(self, resident: AbstractSet[int], streaming: int) -> list[int]:
@@ -192,7 +187,6 @@ class Cycle:
 
         Args:
             reach: end c(i) of the window for every position i.
-            resident: pages that stay in memory permanently.
             kept: uses after which the page stays in memory although the window does not include its next use.
         """
         streams = np.ones(len(self.nbytes), np.bool_)
@@ -249,7 +243,6 @@ class Cycle:
 
         Args:
             reach: end c(i) of the window for every position i.
-            resident: pages that stay in memory permanently.
             most: maximum number of cache slots for kept pages.
         """
         if not most:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
-from infinity.content.format import ITEMSIZE, MASTER, Role
+from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
 from infinity.content.layout import Layout
-from infinity.schedule.trace import Access, Event, EventKind, gather_accesses, is_gather
+from infinity.schedule.trace import Access, Event, EventKind, is_gather
 from infinity.schedule.update_schedule import UpdateSchedule
 
 UPDATE_BYTES: Final = 24
@@ -21,7 +22,6 @@ def share_that_stays(layout: Layout, room: int) -> float:
     """Return the fraction of the state that fits on the device, so that updates do not transfer it over the link.
 
     Args:
-        layout: pages of this rank.
         room: free device memory before the first step, in bytes. It includes memory that activations will need.
     """
     return min(1.0, max(0, room) / max(1, layout.state_bytes))
@@ -58,17 +58,12 @@ def link_traffic(
     *,
     update_on_device: bool,
 ) -> LinkTraffic:
-    """Return the traffic of a step over the link.
-
-    Args:
-        events: events of one step.
-        layout: pages of this rank.
-        update_schedule: where updates run, and which pages stay on the device.
-        trace: accesses of the step, as returned by `expand`.
-        update_on_device: whether updates run on the device.
-    """
+    """Return the traffic of a step over the link."""
+    pages = layout.pages
+    gathers = Counter(pages[access[0].page].fsdp_module for access in trace if is_gather(access, layout))
     gathered = sum(
-        count * _gathered_bytes(layout, fsdp_module) for fsdp_module, count in _gathers(trace, layout).items()
+        count // len(layout.fsdp_module_gathers[fsdp_module]) * _weight_bytes(layout, fsdp_module)
+        for fsdp_module, count in gathers.items()
     )
     there, back = _stored_gradients(events, layout, update_schedule)
     if update_on_device:
@@ -81,30 +76,22 @@ def link_traffic(
     return LinkTraffic(gathered + there, back + at_once)
 
 
-def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
-    """Return how many times each FSDP module is gathered from its pages."""
-    pages = layout.pages
-    reads = Counter(pages[access[0].page].fsdp_module for access in trace if is_gather(access, layout))
-    return Counter(
-        {
-            fsdp_module: count // sum(1 for _ in gather_accesses(layout, fsdp_module))
-            for fsdp_module, count in reads.items()
-        }
-    )
-
-
-def _gathered_bytes(layout: Layout, fsdp_module: int) -> int:
+def _weight_bytes(layout: Layout, fsdp_module: int) -> int:
     """Return the number of bytes of an FSDP module's weights, including the padding of shards."""
-    shards = [layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module]]
-    return sum(shard.spec.padded * ITEMSIZE[layout.segments[shard.segment].format.param] for shard in shards)
+    shards = layout.fsdp_module_shards[fsdp_module]
+    return sum(layout.shards[shard].spec.padded * ITEMSIZE[layout.format_of(shard).param] for shard in shards)
+
+
+def _trained(layout: Layout, fsdp_module: int) -> Iterator[tuple[int, StateFormat]]:
+    """Yield the number of elements and the state format of each trained shard of an FSDP module."""
+    for shard in layout.fsdp_module_shards[fsdp_module]:
+        if (spec := layout.shards[shard].spec).trainable:
+            yield spec.numel, layout.format_of(shard)
 
 
 def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
     """Return the number of bytes of an FSDP module's gradients in the dtype of the master."""
-    shards = [
-        layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module] if layout.shards[index].spec.trainable
-    ]
-    return sum(shard.spec.numel * ITEMSIZE[layout.segments[shard.segment].format.dtypes[MASTER]] for shard in shards)
+    return sum(numel * ITEMSIZE[of.dtypes[MASTER]] for numel, of in _trained(layout, fsdp_module))
 
 
 def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[int, int]:
@@ -118,10 +105,8 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: 
     for event in events:
         if event.kind is not EventKind.GRADIENTS or event.fsdp_module in not_stored:
             continue
-        shards = [layout.shards[index] for index in layout.fsdp_module_shards[event.fsdp_module]]
-        for shard in (shard for shard in shards if shard.spec.trainable):
-            grads = layout.segments[shard.segment].format.grads[: event.components]
-            back += shard.spec.numel * sum(ITEMSIZE[dtype] for dtype in grads)
+        for numel, of in _trained(layout, event.fsdp_module):
+            back += numel * sum(ITEMSIZE[dtype] for dtype in of.grads[: event.components])
         if event.fsdp_module in stored:
             there += _gradient_bytes(layout, event.fsdp_module)
         stored.add(event.fsdp_module)
@@ -136,18 +121,17 @@ def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
     """
     there = back = 0
     pages = layout.pages
-    fetched: set[int] = set()
-    changed: set[int] = set()
-    fsdp_module = -1
-    for access in [*trace, ()]:
+
+    def updated(access: Access) -> int:
         updates = any(use.mode.modifies and pages[use.page].role is not Role.GRAD for use in access)
-        of = pages[access[0].page].fsdp_module if updates else -1
-        if of != fsdp_module:
-            there += sum(pages[page].nbytes for page in fetched)
-            back += sum(pages[page].nbytes for page in changed)
-            fetched, changed, fsdp_module = set(), set(), of
-        if updates:
-            seen = fetched | changed
-            fetched |= {use.page for use in access if use.mode.fetches and use.page not in seen}
+        return pages[access[0].page].fsdp_module if updates else -1
+
+    for fsdp_module, accesses in groupby(trace, updated):
+        fetched: set[int] = set()
+        changed: set[int] = set()
+        for access in accesses if fsdp_module >= 0 else ():
+            fetched |= {use.page for use in access if use.mode.fetches and use.page not in changed}
             changed |= {use.page for use in access if use.mode.modifies}
+        there += sum(pages[page].nbytes for page in fetched)
+        back += sum(pages[page].nbytes for page in changed)
     return there, back

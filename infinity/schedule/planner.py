@@ -18,11 +18,10 @@ window. When the page enters the window, it is read, unless the use replaces its
 is written if it was modified. c is monotone and does not depend on timing. Therefore the number of bytes that a step
 transfers is known before the step runs.
 
-The number of streaming cache slots is a trade-off. A small number leaves room for resident pages. A large number
-extends the window over all pages that the current and the next FSDP module need, so that the drive never idles. The
-planner compares plans by their simulated step time (`timing`). Among plans of similar speed, it chooses the plan that
-transfers the fewest bytes, because writes wear out drives, and because every byte costs CPU time even if its transfer
-overlaps computation.
+The number of streaming cache slots is a trade-off between resident pages and the reach of the window. The planner
+compares plans by their simulated step time (`timing`). Among plans of similar speed, it chooses the plan that transfers
+the fewest bytes, because writes wear out drives, and because every byte costs CPU time even if its transfer overlaps
+computation.
 
 [Note: all pages resident] If every page has its own cache slot, no page has to wait for one, and an access to a page
 that is being updated waits only for that page. Therefore the window spans a whole cycle, with one exception. The
@@ -41,12 +40,14 @@ chooses the alternative that transfers fewer bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import mean
 
 import numpy as np
+import numpy.typing as npt
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -73,6 +74,7 @@ _ABOUT = 1.02
 _ROUNDING = 1e-9
 """Relative margin of lower bounds for rounding errors."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
+_NO_PAGES: AbstractSet[int] = frozenset()
 _WRITING = 6
 """Number of streaming cache slots for each cache slot that is reserved for pages that are being written."""
 
@@ -125,12 +127,10 @@ class Plan:
     """
     resident: frozenset[int]
     """Pages that stay in the host cache permanently."""
-    kept_since: Mapping[int, Container[int]]
+    kept: Mapping[int, AbstractSet[int]]
     """By position in the trace, the pages that stay in memory until their next use although the window does not contain
     both uses. [Note: kept pages]
     """
-    kept_until: Mapping[int, Container[int]]
-    """By position in the trace, the pages that have stayed in memory in this way since their previous use."""
     kept_cache_slots: int
     """Maximum number of pages that are kept in this way at the same time."""
     cache_slots: int
@@ -159,15 +159,10 @@ class Plan:
         cycles = max(0, position - len(self.prefix)) // len(self.trace)
         return self.reach[position - cycles * len(self.trace)] + cycles * len(self.trace)
 
-    def keeps(self, position: int) -> Container[int]:
+    def keeps(self, position: int) -> AbstractSet[int]:
         """Return the pages that the plan keeps in memory from their use at a position until their next use."""
         lead = len(self.prefix)
-        return self.kept_since.get((position - lead) % len(self.trace), ()) if position >= lead else ()
-
-    def has_kept(self, position: int) -> Container[int]:
-        """Return the pages that the plan has kept in memory from their previous use until their use at a position."""
-        lead = len(self.prefix)
-        return self.kept_until.get((position - lead) % len(self.trace), ()) if position >= lead else ()
+        return self.kept.get((position - lead) % len(self.trace), _NO_PAGES) if position >= lead else _NO_PAGES
 
     def ends_step(self, position: int) -> bool:
         """Return ``True`` if a position is the first one of a step, or of the prefix."""
@@ -195,10 +190,6 @@ def make_simulation(
     """Return a plan for the accesses of a step, together with its simulation.
 
     Args:
-        trace: accesses of one step.
-        layout: pages of this rank.
-        cache_slots: number of cache slots of the host cache.
-        threaded: whether updates run on their own thread.
         prefetched: position of the computation in the step, if weights are prefetched to the GPU.
         quick: whether to skip the search and return any valid plan, for example because it is used for only one step.
 
@@ -223,19 +214,17 @@ def make_simulation(
     if quick:
         streaming = min(max(streaming, always), most)
         return _simulation(timing, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming))
-    simulations = _simulations(timing, cache_slots, streaming)
-    least = simulations[0].moves.total_bytes
-    found: list[_Candidate] = []
+    found = _simulations(timing, cache_slots, streaming)
+    least = found[0].moves.total_bytes
     while True:
-        found += [_Candidate(simulation, least) for simulation in simulations]
         # The quickest candidate is determined as late as possible, because each new candidate may make simulations of
         # the previous ones unnecessary.
-        if streaming >= most or (streaming >= always and streaming >= _WIDER * _quickest(found).simulation.streaming):
-            best = _preferred(found)
+        if streaming >= most or (streaming >= always and streaming >= _WIDER * _quickest(found, least).streaming):
+            best = _preferred(found, least)
             refined = _refined(best)
             return best if refined is best else preferred([refined, best])
         streaming = min(_WIDER * streaming, most)
-        simulations = _simulations(timing, cache_slots, streaming)
+        found += _simulations(timing, cache_slots, streaming)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -265,13 +254,7 @@ class Simulation:
 
     @classmethod
     def of(cls, plan: Plan, layout: Layout, *, threaded: bool) -> Simulation:
-        """Return the simulation of an existing plan.
-
-        Args:
-            plan: plan to simulate; it must not have a prefix.
-            layout: pages of this rank.
-            threaded: whether updates run on their own thread.
-        """
+        """Return the simulation of an existing plan without a prefix."""
         cycle = Cycle(plan.trace, layout)
         uses = enumerate(zip(cycle.places.tolist(), cycle.pages.tolist(), strict=True))
         return cls(
@@ -280,29 +263,29 @@ class Simulation:
             streaming=plan.streaming_cache_slots,
             resident=plan.resident,
             reach=plan.reach,
-            kept=frozenset(use for use, (position, page) in uses if page in plan.kept_since.get(position, ())),
+            kept=frozenset(use for use, (position, page) in uses if page in plan.keeps(position)),
             keeping=plan.kept_cache_slots,
         )
 
     @cached_property
     def plan(self) -> Plan:
         """The plan."""
-        cycle, since, until = self.timing.cycle, defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        cycle, kept = self.timing.cycle, defaultdict[int, set[int]](set)
         for use in self.kept:
-            page = int(cycle.pages[use])
-            since[int(cycle.places[use])].add(page)
-            until[int(cycle.then[use])].add(page)
+            kept[int(cycle.places[use])].add(int(cycle.pages[use]))
         return Plan(
             prefix=(),
             trace=cycle.trace,
             reach=tuple(self.reach),
             resident=self.resident,
-            kept_since=dict(since),
-            kept_until=dict(until),
+            kept=dict(kept),
             kept_cache_slots=self.keeping,
             cache_slots=self.cache_slots,
             streaming_cache_slots=self.streaming,
-            traffic=_traffic(self.moves, cycle),
+            traffic=Traffic(
+                read=_bytes_by_role(cycle, self.moves.entering[self.moves.read]),
+                written=_bytes_by_role(cycle, self.moves.leaving[self.moves.written]),
+            ),
             prefetched=self.timing.prefetched,
         )
 
@@ -316,6 +299,35 @@ class Simulation:
         # Cache slots for pages that do not stay in memory permanently.
         moving = self.cache_slots - len(self.resident) - self.moves.staying
         return self.timing.transfers(self.reach, self.moves, moving)
+
+    def slowness(self, least: float) -> tuple[float, bool]:
+        """Return the mean relative step time in four cases, and whether it is exact. Otherwise, it is a lower bound.
+
+        The cases differ in the computation time of a step: zero, so that only the traffic matters; the time to transfer
+        `least` bytes; twice that time; and longer than all possible transfers, so that only waits matter. Step times
+        are divided by reference values that are the same for all candidates.
+
+        Each case takes a simulation, but a comparison is often decided by a lower bound: a step takes at least as long
+        as its computation. Therefore the cases are simulated only as far as a comparison requires.
+
+        Args:
+            least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
+        """
+        works = self._works(least)
+        ratios = [self._lengths[work] / work for work in works if work in self._lengths]
+        ratios.insert(0, self.moves.total_bytes / works[0])
+        unknown = len(works) + 1 - len(ratios)
+        if not unknown:
+            return mean(ratios), True
+        return (sum(ratios) + unknown) / (len(works) + 1) * (1 - _ROUNDING), False
+
+    def simulate(self, least: float) -> None:
+        """Simulate the next case of `slowness`."""
+        self.length(next(work for work in self._works(least) if work not in self._lengths))
+
+    def _works(self, least: float) -> tuple[float, ...]:
+        least = max(1, least)  # avoid a division by zero if no page is transferred
+        return least, 2 * least, 4 * self.timing.cycle.used_bytes  # the last one reads and writes all pages twice
 
     def length(self, work: float, resources: OtherResources = NOTHING) -> float:
         """Return the duration of a steady step. See `Timing.length`.
@@ -379,17 +391,13 @@ def _simulation(timing: Timing, cache_slots: int, streaming: int, room: int, rea
     All cache slots that serve no other purpose hold resident pages.
 
     Args:
-        timing: simulator of the trace to plan.
-        cache_slots: number of cache slots of the host cache.
         streaming: number of cache slots for pages in the window.
         room: number of cache slots for pages that are kept between uses.
         reach: last position of the window for every position, used to choose the resident pages.
     """
     cycle, number = timing.cycle, cache_slots - streaming - room - _writing(cache_slots, streaming)
-    resident: frozenset[int] = frozenset()
-    if number:
-        kept, _ = cycle.between_uses(reach, resident, room)
-        resident = frozenset(_by_benefit(cycle.moves(reach, resident, kept), cycle)[:number])
+    kept, _ = cycle.between_uses(reach, frozenset(), room)
+    resident = frozenset(_by_benefit(cycle.moves(reach, frozenset(), kept), cycle)[:number])
     reach = cycle.windows(resident, streaming)
     kept, keeping = cycle.between_uses(reach, resident, room)
     return Simulation(
@@ -424,96 +432,43 @@ def _refined(simulation: Simulation) -> Simulation:
         best = again
 
 
-def _traffic(moves: Moves, cycle: Cycle) -> Traffic:
-    found = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
-    for bytes_of, uses in zip(found, (moves.entering[moves.read], moves.leaving[moves.written]), strict=True):
-        for index in cycle.pages[uses]:
-            page = cycle.layout.pages[index]
-            bytes_of[page.role] += page.nbytes
-    return Traffic(read=found[0], written=found[1])
+def _bytes_by_role(cycle: Cycle, uses: npt.NDArray[np.int64]) -> dict[Role, int]:
+    pages = cycle.pages[uses]
+    return {role: int(cycle.nbytes[pages[cycle.roles[pages] == role.value]].sum()) for role in Role}
 
 
 def preferred(simulations: Sequence[Simulation]) -> Simulation:
     """Return the simulation of the fastest plan or, among plans of similar speed, of the one with the fewest bytes."""
     if len(simulations) == 1:
         return simulations[0]
-    least = min(simulation.moves.total_bytes for simulation in simulations)
-    return _preferred([_Candidate(simulation, least) for simulation in simulations])
+    return _preferred(simulations, min(simulation.moves.total_bytes for simulation in simulations))
 
 
-class _Candidate:
-    """A simulation, with its mean relative step time in four cases, the slowness. Smaller is better.
-
-    The cases differ in the computation time of a step: zero, so that only the traffic matters; the time to transfer
-    `least` bytes; twice that time; and longer than all possible transfers, so that only waits matter. Step times are
-    divided by reference values that are the same for all candidates.
-
-    Each case takes a simulation, but a comparison is often decided by a lower bound: a step takes at least as long as
-    its computation. Therefore the cases are simulated only as far as a comparison requires.
-    """
-
-    def __init__(self, simulation: Simulation, least: float) -> None:
-        """Start with the bound that requires no simulation.
-
-        Args:
-            simulation: candidate to evaluate.
-            least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
-        """
-        self.simulation, self.total_bytes = simulation, simulation.moves.total_bytes
-        least = max(1, least)  # avoid a division by zero if no page is transferred
-        # The last one is the time to read and write all pages twice.
-        self._works = [least, 2 * least, 4 * simulation.timing.cycle.used_bytes]
-        self._ratios = [self.total_bytes / least]
-
-    @property
-    def exact(self) -> bool:
-        """Whether `slowness` is exact; otherwise it is a lower bound."""
-        return len(self._ratios) > len(self._works)
-
-    @property
-    def slowness(self) -> float:
-        """Slowness as far as it is known."""
-        if self.exact:
-            return mean(self._ratios)
-        unknown = len(self._works) + 1 - len(self._ratios)
-        return (sum(self._ratios) + unknown) / (len(self._works) + 1) * (1 - _ROUNDING)
-
-    def simulate(self) -> None:
-        """Simulate the next case."""
-        work = self._works[len(self._ratios) - 1]
-        self._ratios.append(self.simulation.length(work) / work)
-
-
-def _quickest(found: Sequence[_Candidate]) -> _Candidate:
+def _quickest(found: Sequence[Simulation], least: float) -> Simulation:
     """Return the candidate with the smallest slowness, which is exact afterwards."""
-    while not (quickest := min(found, key=lambda candidate: (candidate.slowness, candidate.exact))).exact:
-        quickest.simulate()
-    return quickest
+    while True:
+        quickest = min(found, key=lambda simulation: simulation.slowness(least))
+        if quickest.slowness(least)[1]:
+            return quickest
+        quickest.simulate(least)
 
 
-def _preferred(found: Sequence[_Candidate]) -> Simulation:
-    # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
-    most = _ABOUT * _quickest(found).slowness
-    best: _Candidate | None = None
-    for candidate in sorted(found, key=lambda candidate: candidate.total_bytes):
-        if best is not None and candidate.total_bytes > best.total_bytes:
+def _preferred(found: Sequence[Simulation], least: float) -> Simulation:
+    most = _ABOUT * _quickest(found, least).slowness(least)[0]
+    best: Simulation | None = None
+    for candidate in sorted(found, key=lambda simulation: simulation.moves.total_bytes):
+        if best is not None and candidate.moves.total_bytes > best.moves.total_bytes:
             break
-        while not candidate.exact and candidate.slowness <= most:
-            candidate.simulate()
-        if candidate.slowness <= most and (best is None or candidate.slowness < best.slowness):
+        while not (slowness := candidate.slowness(least))[1] and slowness[0] <= most:
+            candidate.simulate(least)
+        if slowness[0] <= most and (best is None or slowness < best.slowness(least)):
             best = candidate
     assert best is not None
-    return best.simulation
+    return best
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
-    """Return a copy of `plan` that runs a prefix once before the trace.
-
-    Args:
-        prefix: accesses to run first; they use pages of the trace.
-        plan: plan to extend.
-        layout: pages of this rank.
-    """
+    """Return a copy of `plan` that once runs a prefix, which uses pages of the trace, before the trace."""
     accesses, length = (*prefix, *plan.trace, *plan.trace), len(plan.trace)
     if plan.streaming_cache_slots:
         reach = windows(Uses(accesses), length, plan.resident, plan.streaming_cache_slots)
@@ -532,11 +487,10 @@ def _by_benefit(moves: Moves, cycle: Cycle) -> list[int]:
 
     Args:
         moves: transfers of a step in which no page is resident.
-        cycle: trace to plan.
     """
     moved, used = np.concatenate((moves.entering[moves.read], moves.leaving[moves.written])), cycle.used_in_order
     saved = (np.bincount(cycle.pages[moved], minlength=len(cycle.nbytes)) * cycle.nbytes)[used]
-    weights = cycle.weights[used]
+    weights = cycle.roles[used] == Role.PARAM.value
     order = np.lexsort((used, ~weights, -saved))
     ends = np.flatnonzero(np.diff(saved[order]) | np.diff(weights[order])) + 1
     found: list[int] = []

@@ -10,7 +10,7 @@ from infinity.schedule.planner import Simulation, make_simulation, preferred
 from infinity.schedule.tier import with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
-from infinity.schedule.update_schedule import Expansion, UpdateSchedule, eligible_for_backward, expand_events
+from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand_events
 
 
 def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
@@ -19,10 +19,8 @@ def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False
     Args:
         wanted: value of `update.schedule`. Both ``in_backward`` and ``auto`` select updates in backward only if the
             step allows them.
-        events: events of one step.
         late: whether updates in backward would be too early, because all gradients or the old weights are needed until
             `step()`.
-        exchanges: whether ranks exchange data during updates. If so, no update is deferred to the next forward.
     """
     if wanted in ("in_forward", "after_backward"):
         return wanted
@@ -46,42 +44,25 @@ def choose_simulation(
 
     Args:
         name: name of an update schedule, as returned by `resolve_schedule`.
-        events: events of one step.
-        layout: pages of this rank.
-        cache_slots: number of cache slots of the host cache.
-        threaded: whether updates run on their own thread.
         device_bytes: device memory, in bytes, for the GPU prefetch buffer, for weights that stay on the device, and for
             GPU-resident FSDP modules. 0 on the CPU.
-        update_on_device: whether updates run on the device.
-        exchanges: whether ranks exchange data during updates. If so, updates run as soon as gradients have arrived or
-            in `step()`, so that all ranks run them in the same order.
 
     Raises:
         BudgetError: if there are too few cache slots.
     """
     # Updates can overlap computation only if they run on their own thread.
-    choices: dict[tuple[Access, ...], tuple[UpdateSchedule, Expansion]] = {}
+    found: dict[tuple[Access, ...], tuple[UpdateSchedule, Simulation]] = {}  # by trace
+    host_bytes = cache_slots * layout.page_bytes
     for overlapped in (True, False) if threaded and not exchanges else (False,):
         choice = replace(UpdateSchedule.of(name, events, forward=not exchanges), overlapped=overlapped)
         choice = with_device(
-            choice,
-            events,
-            layout,
-            device_bytes,
-            host_bytes=cache_slots * layout.page_bytes,
-            update_on_device=update_on_device,
+            choice, events, layout, device_bytes, host_bytes=host_bytes, update_on_device=update_on_device
         )
         expansion = expand_events(events, layout, choice)
-        choices.setdefault(expansion.accesses, (choice, expansion))
-    simulations = [
-        make_simulation(
-            trace,
-            layout,
-            cache_slots,
-            threaded=threaded,
-            prefetched=staged_computation(events, layout, choice, expansion),
-        )
-        for trace, (choice, expansion) in choices.items()
-    ]
-    simulation = preferred(simulations)
-    return choices[simulation.plan.trace][0], simulation
+        trace = expansion.accesses
+        if trace not in found:
+            staged = staged_computation(events, layout, choice, expansion)
+            simulation = make_simulation(trace, layout, cache_slots, threaded=threaded, prefetched=staged)
+            found[trace] = choice, simulation
+    simulation = preferred([simulation for _, simulation in found.values()])
+    return found[simulation.plan.trace][0], simulation

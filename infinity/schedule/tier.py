@@ -25,17 +25,13 @@ save compared with GPU-resident FSDP modules.
 FSDP modules that save the same number of bytes per byte of memory, such as the layers of a model, are ranked as
 follows. Weights are kept for the FSDP modules that are gathered last in forward, because their second gather follows
 soonest. GPU-resident FSDP modules are spread evenly over the step, so that the remaining transfers overlap the
-computation of all FSDP modules.
-
-The first FSDP modules that a step gathers, usually the root and two layers, are the first to become GPU-resident,
-because the backward pass computes their gradients last. Otherwise, the next step would begin by waiting until their
-updated weights have been copied to the host and back.
+computation of all FSDP modules. The first FSDP modules of a step come before all others (`_FIRST_MODULES`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -51,16 +47,18 @@ SLOTS: Final = 2
 the gather copies the weights of the other out of the buffer.
 """
 _FIRST_MODULES: Final = 3
-"""Number of FSDP modules at the start of a step that are the first to become GPU-resident."""
+"""Number of FSDP modules at the start of a step, usually the root and two layers, that are the first to become
+GPU-resident. Backward computes their gradients last. Otherwise, the next step would begin by waiting until their
+updated weights have been copied to the host and back.
+"""
 _STAGED_ALIGNMENT: Final = 256
 """Alignment of shards in the GPU prefetch buffer in bytes, because CUDA kernels read aligned vectors."""
 
 
 def shard_bytes(layout: Layout, shard: int) -> int:
     """Return the size in bytes, including padding, of a shard's weights in the GPU prefetch buffer."""
-    placed = layout.shards[shard]
-    itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
-    return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
+    nbytes = layout.shards[shard].spec.padded * ITEMSIZE[layout.format_of(shard).param]
+    return align_up(nbytes, _STAGED_ALIGNMENT)
 
 
 def fsdp_module_bytes(layout: Layout, fsdp_module: int) -> int:
@@ -115,14 +113,12 @@ def with_device(
 ) -> UpdateSchedule:
     """Return a copy of an update schedule with the best use of device memory. [Note: savings per byte of device memory]
 
+    If updates do not run on the device, no FSDP module with trained parameters can be GPU-resident.
+
     Args:
         update_schedule: update schedule that does not use device memory yet.
-        events: events of one step.
-        layout: pages of this rank.
         device_bytes: available device memory, in bytes.
         host_bytes: size of the host cache, in bytes.
-        update_on_device: whether updates run on the device. If not, no FSDP module with trained parameters can be
-            GPU-resident.
     """
     weights = {module: fsdp_module_bytes(layout, module) for module in prefetched_modules(events, update_schedule)}
     if SLOTS * max(weights.values(), default=0) > device_bytes:
@@ -163,10 +159,6 @@ def _choices(
     weights, states = layout.bytes_of(Role.PARAM), layout.bytes_of(Role.UPDATE)
     of_weights = 1 + _lacking(weights, host_bytes)
     of_others = 1 + _lacking(states, host_bytes - weights)
-    of_fsdp_module: dict[int, list[Page]] = defaultdict(list)
-    for page in layout.pages:
-        if is_gpu_resident(layout, page):
-            of_fsdp_module[page.fsdp_module].append(page)
     found = []
     for position, fsdp_module in enumerate(
         dict.fromkeys(event.fsdp_module for event in events if event.kind is not EventKind.STEP)
@@ -177,17 +169,21 @@ def _choices(
             found.append(
                 _Choice(fsdp_module=fsdp_module, gpu_resident=False, nbytes=kept, saved=saved / kept, order=-position)
             )
-        if not of_fsdp_module[fsdp_module] or (layout.fsdp_module_segments[fsdp_module] and not update_on_device):
+        if layout.fsdp_module_segments[fsdp_module] and not update_on_device:
             continue
-        w, s, g = _bytes_by_role(
-            of_fsdp_module[fsdp_module],
-            0 if fsdp_module in update_schedule.in_backward else components.get(fsdp_module, 0),
-        )
+        stored = 0 if fsdp_module in update_schedule.in_backward else components.get(fsdp_module, 0)
+        nbytes_of = dict.fromkeys(Role, 0)
+        for page in layout.fsdp_module_pages[fsdp_module]:
+            if is_gpu_resident(layout, page) and (page.role is not Role.GRAD or page.component < stored):
+                nbytes_of[page.role] += page.nbytes
+        w, s, g = nbytes_of[Role.PARAM], nbytes_of[Role.UPDATE], nbytes_of[Role.GRAD]
         updates = min(arrivals[fsdp_module], 1)
         saved = (gathers[fsdp_module] + updates) * w * of_weights + 2 * (
             updates * s + arrivals[fsdp_module] * g
         ) * of_others
-        nbytes, others = w + s + g, position - _FIRST_MODULES  # number of a module after the first ones
+        if not (nbytes := w + s + g):
+            continue
+        others = position - _FIRST_MODULES  # number of a module after the first ones
         order = evenly(others + 1) if others >= 0 else -1  # + 1, because 0 would select the one after the first modules
         found.append(
             _Choice(fsdp_module=fsdp_module, gpu_resident=True, nbytes=nbytes, saved=saved / nbytes, order=order)
@@ -198,11 +194,3 @@ def _choices(
 
 def _lacking(nbytes: int, room: int) -> float:
     return 1 - min(1.0, max(0, room) / nbytes) if nbytes else 0.0
-
-
-def _bytes_by_role(pages: Iterable[Page], components: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, of state, and of the first `components` gradient components in pages."""
-    found = dict.fromkeys(Role, 0)
-    for page in pages:
-        found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0
-    return found[Role.PARAM], found[Role.UPDATE], found[Role.GRAD]

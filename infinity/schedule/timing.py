@@ -158,10 +158,6 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     The computation of an FSDP module begins when all of its pages have been gathered. It ends before the next access
     that gathers another FSDP module, or that updates this FSDP module or stores its gradients. Its time is proportional
     to the size of the weights, and is multiplied by `BACKWARD` for the second and later gathers of a step.
-
-    Args:
-        trace: accesses of one step.
-        layout: pages of this rank.
     """
     shares = [0.0] * (len(trace) + 1)
     gathered: set[int] = set()
@@ -217,9 +213,6 @@ def staged_computation(
     computation is determined as in `computation`.
 
     Args:
-        events: events of one step.
-        layout: pages of this rank.
-        update_schedule: where updates run, and which weights stay on the device.
         expansion: accesses of the step, as returned by `expand_events`.
 
     Returns:
@@ -228,7 +221,15 @@ def staged_computation(
     """
     if not update_schedule.prefetched and not update_schedule.gpu_resident:
         return None
-    work = _computation_of_events(events, layout)
+    gathered: set[int] = set()
+    work = [0.0] * len(events)  # computation after each event
+    for number, event in enumerate(events):
+        if event.kind is EventKind.GATHER:
+            factor = BACKWARD if event.fsdp_module in gathered else 1.0
+            accesses = gather_accesses(layout, event.fsdp_module)
+            work[number] = factor * sum(layout.pages[page].nbytes for access in accesses for page, _ in access)
+            gathered.add(event.fsdp_module)
+    total = sum(work) or 1.0
     length = len(expansion.accesses)
     shares = [0.0] * (length + 1)
     awaited: list[tuple[int, int, float]] = []
@@ -245,31 +246,12 @@ def staged_computation(
         if event.kind is EventKind.GATHER:
             if number in expansion.awaited:
                 awaited.append((begin, event.fsdp_module, 0.0))
-            compute(end, work[number])
+            compute(end, work[number] / total)
     return StagedComputation(shares=tuple(shares), prefetched=expansion.prefetched, awaited=tuple(awaited))
 
 
-def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[float]:
-    """Return the fraction of a step's computation that takes place between each event and the next one."""
-    gathered: set[int] = set()
-    work = [0.0] * len(events)
-    for position, event in enumerate(events):
-        if event.kind is EventKind.GATHER:
-            accesses = gather_accesses(layout, event.fsdp_module)
-            weight = sum(layout.pages[page].nbytes for access in accesses for page, _ in access)
-            work[position] = weight * (BACKWARD if event.fsdp_module in gathered else 1.0)
-            gathered.add(event.fsdp_module)
-    total = sum(work) or 1.0
-    return [each / total for each in work]
-
-
 def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
-    """Return, for each access, the fraction of a step's updated elements that it updates.
-
-    Args:
-        trace: accesses of one step.
-        layout: pages of this rank.
-    """
+    """Return, for each access, the fraction of a step's updated elements that it updates."""
     pages = layout.pages
     write, update = Mode.WRITE, Mode.UPDATE  # properties of enum members take longer than `is`
 
@@ -309,8 +291,6 @@ def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float],
     """Return, for each access, its use of the link to the device.
 
     Args:
-        trace: accesses of one step.
-        layout: pages of this rank.
         shares: result of `updating` for the trace.
         on_device: whether updates run on the device. If so, gradients that are not stored in pages stay on the device.
     """
@@ -350,16 +330,13 @@ def _link_uses(trace: Sequence[Access], layout: Layout, shares: Sequence[float],
 
 
 class Timing:
-    """Simulator of plans for one trace. It computes all values that do not depend on the plan only once."""
+    """Simulator of plans for one trace. It computes all values that do not depend on the plan only once.
+
+    Args:
+        prefetched: position of the computation in the step, if weights are prefetched to the GPU.
+    """
 
     def __init__(self, cycle: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
-        """Precompute the fraction of the computation before each access.
-
-        Args:
-            cycle: trace of a step.
-            threaded: whether updates run on their own thread.
-            prefetched: position of the computation in a step with this trace, if weights are prefetched to the GPU.
-        """
         self.cycle, self._threaded, self.prefetched = cycle, threaded, prefetched
         # By position: FSDP modules whose prefetched weights are awaited, and the computation that follows each wait.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
@@ -426,7 +403,6 @@ class Timing:
 
         Args:
             reach: last position of the window, by position.
-            moves: transfers of the step.
             cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
         """
         cycle, none = self.cycle, ()
@@ -457,9 +433,7 @@ class Timing:
         All times are expressed as the number of bytes that the drive can transfer in that time.
 
         Args:
-            transfers: transfers of a plan.
             work: computation time of a step, excluding updates.
-            resources: other resources that take time.
         """
         length, reads = self.cycle.length, transfers.reads
         each = [0.0] * length
@@ -565,11 +539,8 @@ def simulate(
             left -= 1
             nbytes = next_read()
             drive = (drive if drive > since else since) + nbytes
-            if verifying:
-                verified = (verified if verified > drive else drive) + verifying * nbytes
-                ready.append(verified)
-            else:
-                ready.append(drive)
+            verified = (verified if verified > drive else drive) + verifying * nbytes
+            ready.append(verified)
         started = wanted - left
 
     for step in range(_STEPS):
@@ -671,11 +642,8 @@ def simulate(
             for nbytes in leaving:
                 if nbytes:  # the page was modified
                     drive = (drive if drive > now else now) + nbytes
-                    if hashing:  # checksums overlap transfers
-                        hashed = (hashed if hashed > now else now) + hashing * nbytes
-                        written.append(hashed if hashed > drive else drive)
-                    else:
-                        written.append(drive)
+                    hashed = (hashed if hashed > now else now) + hashing * nbytes  # checksums overlap transfers
+                    written.append(hashed if hashed > drive else drive)
                 else:
                     free += 1
     return training - began

@@ -111,21 +111,13 @@ def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, co
 
 
 def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) -> Iterator[Access]:
-    """Yield one access for each batch of an FSDP module's update.
-
-    Args:
-        components: number of stored components of the FSDP module's gradients.
-    """
+    """Yield one access for each batch of an FSDP module's update."""
     for batch in layout.fsdp_module_batches[fsdp_module]:
         yield batch_access(batch, components=components)
 
 
 def batch_access(batch: RangeBatch, *, components: int = 0) -> Access:
-    """Return the access to the pages that the update of a batch needs.
-
-    Args:
-        components: number of stored components of the gradient.
-    """
+    """Return the access to the pages that the update of a batch needs."""
     if len(batch) == 1:
         return range_access(*batch[0], components=components)
     modes: dict[int, Mode] = {}
@@ -139,9 +131,6 @@ def batch_access(batch: RangeBatch, *, components: int = 0) -> Access:
 def range_access(segment: Segment, position: int, *, components: int = 0) -> Access:
     """Return the access to the pages that the update of one range needs: stored gradients, master and moments, and
     weights.
-
-    Args:
-        components: number of stored components of the gradient.
     """
     item = segment.ranges[position]
     uses: list[Use] = []

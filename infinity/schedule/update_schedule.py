@@ -135,8 +135,6 @@ def expand_events(
     """Return the accesses of one step, with the events that cause them. GPU-resident FSDP modules have no accesses.
 
     Args:
-        events: events of one step, the last of which is STEP.
-        update_schedule: where updates run.
         pending: whether the updates in forward have gradients from a previous step to apply.
     """
     accesses: list[Access] = []
@@ -215,9 +213,7 @@ def expand_events(
 def expand_pending(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[Access, ...]:
     """Return the accesses for running all updates immediately that are otherwise deferred to the next forward.
 
-    Args:
-        events: events of the step that stored the gradients.
-        update_schedule: where updates run.
+    The gradients have been stored by a step with the given events.
     """
     components = stored_components(events)
     return tuple(
