@@ -26,10 +26,10 @@ from infinity.errors import InfinityError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.pager import Pager, Reservation
 from infinity.schedule.tier import SLOTS, prefetched_modules, shard_bytes
-from infinity.schedule.trace import Event, gather_accesses
+from infinity.schedule.trace import Access, Event, gather_accesses
 from infinity.schedule.update_schedule import UpdateSchedule
 
-_Batch = tuple[Reservation, Sequence[WeightPart]]
+_Batch = tuple[Access, Reservation, Sequence[WeightPart]]
 """Reserved pages, and the weights in them."""
 
 
@@ -152,7 +152,7 @@ class GpuPrefetcher:
         batches: deque[_Batch] = deque()
         for access, parts in module.batches:
             reservation = self._pager.reservation(access, threaded=True, copies=device_event, ahead=True)
-            batches.append((reservation, parts))
+            batches.append((access, reservation, parts))
         slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, module, batches)
         slot.used = None
 
@@ -172,10 +172,10 @@ class GpuPrefetcher:
             if used is not None:
                 used.before(stream)
             while batches:
-                reservation, parts = batches.popleft()
+                access, reservation, parts = batches.popleft()
                 with reservation as contents:
                     held: dict[int, Any] = {
-                        use.page: content for use, content in zip(reservation.uses, contents, strict=True)
+                        use.page: content for use, content in zip(access, contents, strict=True)
                     }  # in cache slots, because weights of GPU-resident FSDP modules are not prefetched
                     targets, sources = [], []
                     for part in parts:

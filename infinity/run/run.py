@@ -41,6 +41,7 @@ from infinity.run.update_device import choose_update_device
 from infinity.schedule.activation_pages import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
+from infinity.schedule.transfers import Transfers
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore, hash_threads, lay_out
@@ -226,9 +227,8 @@ class Run:
                 activation_space.changed = changed
             timeout = settings.storage.timeout_seconds
             cache_slots = host_cache.cache_slots[: budget.cache_slots]
-            self.pager = pager = Pager(
-                layout, cache_slots, self.device, store, ledger, timeout=timeout, failed=self.peers.report
-            )
+            transfers = Transfers(ledger, timeout=timeout, failed=self.peers.report)
+            self.pager = pager = Pager(layout, cache_slots, self.device, store, transfers)
             self.undo.push(partial(self._drain, pager))
             self.activations: ActivationPages | None = None
             """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
@@ -267,9 +267,8 @@ class Run:
             space.unname()
             self.undo.push(store.close)
         activations = ActivationPages(
-            slots, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, self.pager.transfers,
-            self.ledger, timeout=settings.timeout_seconds,
-        )  # fmt: skip
+            slots, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, self.pager.transfers
+        )
         self.undo.push(partial(self._drain, activations))
         return activations
 

@@ -20,7 +20,6 @@ from infinity.schedule.cache_slots import CacheSlots
 from infinity.schedule.stack import SPARE_CACHE_SLOTS, activation_page, page_lengths
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, Transfers
-from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
 
 
@@ -72,7 +71,6 @@ class ActivationPages:
         slots: memory of the cache slots.
         store: store to which pages are written. If ``None``, all pages must fit into the cache slots.
         shares: stripe weights of the store's NVMe paths.
-        timeout: maximum duration of a wait, in seconds.
     """
 
     def __init__(
@@ -83,9 +81,6 @@ class ActivationPages:
         store: PageReaderWriter | None,
         shares: Sequence[float],
         transfers: Transfers,
-        observer: Ledger,
-        *,
-        timeout: float,
     ) -> None:
         self.device = device.name
         """Device on which the tensors are stored."""
@@ -96,11 +91,7 @@ class ActivationPages:
         self._pages: list[Page] = []
         """All pages, by number. The list grows to the peak number of pages in use."""
         self._cache_slots = CacheSlots(self._pages, slots)
-        self._cache = Cache(
-            self._cache_slots, transfers, store, observer,
-            timeout=timeout, device=device, named=False,
-            setting="activations.host_bytes",
-        )  # fmt: skip
+        self._cache = Cache(self._cache_slots, transfers, store, device, named=False, setting="activations.host_bytes")
         self._cache.eager = True
         self._free: dict[int, deque[int]] = defaultdict(deque)
         """Free pages by page length, oldest first. There are only a few different lengths."""
@@ -302,12 +293,13 @@ class ActivationPages:
         if self._store is None:
             while not self._cache_slots.free:
                 # The device may still be copying pages of tensors that have been garbage collected.
-                if not (self._given_up and self._cache.wait_for_cache_slot()):
+                if not (self._given_up and self._cache.copies):
                     raise BudgetError(
                         f"activations need more than the {format_size(self._cache_slots.count * self._page_bytes)} of "
                         "host memory reserved for them; increase activations.host_bytes or set "
                         'activations.tier = "nvme"'
                     )
+                self._cache.wait_for_cache_slot()
                 self._reap()
             return
         while len(self._unwritten) >= self._most:

@@ -18,15 +18,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
+from itertools import islice
 
 from infinity.errors import InfinityError, StallError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, Transfers
-from infinity.telemetry.ledger import Ledger
 
 _WRITTEN_BACK = 4
 """Number of dirty pages that are written back concurrently when a cache slot is needed. A single page would free a
@@ -48,7 +48,6 @@ class Cache:
 
     Args:
         store: storage that pages are read from and written to. ``None`` if every page has a cache slot.
-        timeout: maximum time without progress of the device while copies are in flight, in seconds.
         device: device that copies pages to or from cache slots.
         named: whether the page numbers of this cache are meaningful to the observer. If not, it receives -1 instead.
         setting: name of the setting that determines the number of cache slots, for error messages.
@@ -59,14 +58,12 @@ class Cache:
         cache_slots: CacheSlots,
         transfers: Transfers,
         store: PageReaderWriter | None,
-        observer: Ledger,
-        *,
-        timeout: float,
         device: Device,
+        *,
         named: bool = True,
         setting: str = "memory.host_bytes",
     ) -> None:
-        self._cache_slots, self._transfers, self._store, self._observer = cache_slots, transfers, store, observer
+        self._cache_slots, self._transfers, self._store, self._device = cache_slots, transfers, store, device
         self._named, self._setting = named, setting
         self._reads = self._writes = 0
         """Numbers of pages of this cache that are being read and written. `Transfers` may also count pages of other
@@ -94,10 +91,9 @@ class Cache:
         for. An equal number of free cache slots is set aside for them and not available to later uses.
         """
         self._awaited = 0
-        """Number of threads that are waiting for a cache slot in `acquire`. An equal number of free cache slots is set
-        aside for these threads and not available to prefetches.
+        """Number of threads that are waiting for a cache slot. An equal number of free cache slots is set aside for
+        these threads and not available to prefetches.
         """
-        self._device, self._timeout = device, timeout
         self.copies = 0
         """Number of copies of pages to or from a device that are in flight. The pages stay pinned until their copy has
         ended.
@@ -109,7 +105,7 @@ class Cache:
 
     # Uses #
 
-    def acquire(self, uses: Access, *, threaded: bool, ordered: Container[int] = ()) -> None:
+    def acquire(self, uses: Access, *, threaded: bool, ordered: Container[int] = (), reserved: bool = False) -> None:
         """Pin pages in cache slots and wait until they can be used.
 
         A page can be used when it has been read and no copy from a device is in flight. A use that modifies the page
@@ -118,6 +114,8 @@ class Cache:
         Args:
             threaded: whether the calling thread is not the training thread.
             ordered: pages that only the device uses, after all copies from the device that are in flight.
+            reserved: whether a reservation holds the pages, so that they will be released without any action by the
+                training thread.
 
         Raises:
             InfinityError: if more pages are in use at the same time than there are cache slots.
@@ -138,7 +136,7 @@ class Cache:
                     self._fetch(use, threaded=threaded)
                 else:
                     hits += use.mode.fetches
-            self._observer.fetched("hit", hits)
+            self._transfers.observer.fetched("hit", hits)
             for use in uses:
                 (page, mode), state = use, pages[use.page]
                 if state.reading:
@@ -157,12 +155,13 @@ class Cache:
             for use in uses:
                 pages[use.page].pins -= 1
             raise
+        self._held_reservations += reserved
 
     def _fetch(self, use: Use, *, threaded: bool) -> None:
         page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
         reads = fetches and state.cache_slot < 0 and self._is_stored(page)
         if fetches:
-            self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
+            self._transfers.observer.fetched("miss" if reads else "late" if state.reading else "hit")
         self._reserved.discard(page)
         if state.cache_slot < 0:
             self._acquire_cache_slot(page, threaded=threaded)
@@ -173,14 +172,17 @@ class Cache:
             if reads:
                 self._read(page)
 
-    def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
+    def release(self, uses: Access, device_event: DeviceEvent | None = None, *, reserved: bool = False) -> None:
         """Unpin the pages of an access that has ended, and record whether their content was modified or consumed.
 
         Args:
             device_event: event recorded after the copies between the pages and a device. Pages that are read are copied
                 to the device, and pages that are modified are copied from it. All pages stay pinned until the device
                 has passed the event. If ``None``, there are no copies.
+            reserved: whether a reservation has held the pages, as for `acquire`.
         """
+        self._held_reservations -= reserved
+        self._returned += reserved
         # Copies are asynchronous. Pages stay pinned until the device has passed the event. Otherwise a cache slot could
         # be freed and overwritten by the next read while the device still uses it.
         pending = device_event if device_event is not None and not device_event.passed() else None
@@ -234,12 +236,14 @@ class Cache:
 
     def _watch(self) -> None:
         progress, quiet = -1, 0  # `quiet` is the number of checks since the last progress
-        while not self._closed.wait(self._timeout / _CHECKS):
+        while not self._closed.wait(self._transfers.timeout / _CHECKS):
             with self._transfers.lock:
                 quiet = quiet + 1 if self.copies and self._device.progress == progress else 0
                 progress = self._device.progress
                 if quiet >= _CHECKS:
-                    self._transfers.fail(StallError(f"waited {self._timeout:.0f} s for the device to copy pages"))
+                    self._transfers.fail(
+                        StallError(f"waited {self._transfers.timeout:.0f} s for the device to copy pages")
+                    )
 
     def close(self) -> None:
         """End all threads, and ignore copies that are still in flight. Must be called without the lock."""
@@ -248,17 +252,6 @@ class Cache:
         if self._watchdog is not None:
             self._watchdog.join()
         self._device.end_threads()
-
-    def acquire_reservation(self, uses: Access, *, threaded: bool, ordered: Container[int]) -> None:
-        """Acquire the pages of a reservation. They will be released without any action by the training thread."""
-        self.acquire(uses, threaded=threaded, ordered=ordered)
-        self._held_reservations += 1
-
-    def release_reservation(self, uses: Access, device_event: DeviceEvent | None) -> None:
-        """Release pages that `acquire_reservation` has acquired. See `release`."""
-        self._held_reservations -= 1
-        self._returned += 1
-        self.release(uses, device_event)
 
     def contents(self, uses: Access) -> list[memoryview]:
         """Return the bytes of pinned pages. No lock is required, because a pinned page keeps its cache slot."""
@@ -288,8 +281,7 @@ class Cache:
         """Claim the pages of uses that enter the window. Uses whose pages are not in memory are queued for `prefetch`.
 
         Args:
-            kept: pages that the plan has kept since their previous use. Their uses inherit the claim of the previous
-                one.
+            kept: pages that the plan has kept since their previous use, whose claim the next use inherits.
         """
         for use in uses:
             state = self._cache_slots.pages[use.page]
@@ -299,7 +291,7 @@ class Cache:
                     self._wanted.append(use)
                 elif state.writing and use.mode.fetches:
                     self.fetched_bytes += self._cache_slots.nbytes(use.page)
-                    self._observer.spared(self._cache_slots.nbytes(use.page))
+                    self._transfers.observer.spared(self._cache_slots.nbytes(use.page))
 
     def release_claims(self, uses: Iterable[Use], kept: Container[int] = ()) -> None:
         """Release the claims of uses that leave the window. Pages in `kept` keep their claims."""
@@ -372,11 +364,6 @@ class Cache:
         elif not (consumed and state.claims):
             self._release_cache_slot(page)
 
-    def evict_all(self) -> None:
-        """Evict every page that is not pinned, claimed or resident."""
-        for page in self._cache_slots.holders():
-            self.evict(page)
-
     def flush(self) -> None:
         """Write back all dirty pages and wait until all writes have ended. Raises the same exceptions as
         `Transfers.wait`.
@@ -395,12 +382,19 @@ class Cache:
 
     def _evict_clean(self) -> bool:
         """Evict one clean page that is not pinned, claimed or resident. Return ``False`` if there is no such page."""
+        page = next(self._evictable(dirty=False), -1)
+        if page >= 0:
+            self._release_cache_slot(page)
+        return page >= 0
+
+    def _evictable(self, *, dirty: bool) -> Iterator[int]:
+        """Yield the clean or dirty pages that are not pinned, claimed or resident and have no transfer in flight."""
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
-            if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
-                self._release_cache_slot(page)
-                return True
-        return False
+            if state.dirty is dirty and not (
+                state.pins or state.claims or state.reading or state.writing or state.resident
+            ):
+                yield page
 
     def _evict_kept(self) -> bool:
         """Evict one streaming page, claimed or not. If there is none, evict one resident page. Return ``False`` if no
@@ -423,16 +417,6 @@ class Cache:
         states = (self._cache_slots.pages[page] for page in self._cache_slots.holders()) if self._reads else ()
         return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
 
-    def _write_back_some(self) -> None:
-        started = 0
-        for page in self._cache_slots.holders():
-            state = self._cache_slots.pages[page]
-            if state.dirty and not (state.pins or state.claims or state.writing or state.resident):
-                self._write(page)
-                started += 1
-                if started == _WRITTEN_BACK:
-                    return
-
     def _acquire_cache_slot(self, page: int, *, threaded: bool) -> None:
         """Wait until a cache slot is free or the page has one. [Note: allocation of cache slots]"""
         cache_slots = self._cache_slots
@@ -440,7 +424,8 @@ class Cache:
         while state.cache_slot < 0 and not cache_slots.free and not self._evict_clean():
             self._transfers.check()
             if not self._writes:
-                self._write_back_some()
+                for dirty in islice(self._evictable(dirty=True), _WRITTEN_BACK):
+                    self._write(dirty)
             # Evict pages that the plan needs, or give up, only if no cache slot will become free without action by this
             # thread. Otherwise the plan would lose pages depending on timing, and the step would read more bytes than
             # predicted.
@@ -451,24 +436,20 @@ class Cache:
                     f"set {self._setting} higher"
                 )
             if not cache_slots.free:
-                self._awaited += 1
-                try:
-                    self._wait(
-                        partial(self._may_have_cache_slot, self._returned), "host_cache", page, threaded=threaded
-                    )
-                finally:
-                    self._awaited -= 1
+                self.wait_for_cache_slot(page, threaded=threaded)
 
-    def wait_for_cache_slot(self) -> bool:
-        """Wait until the end of a copy may have freed a cache slot. Return ``False`` if no copy is in flight."""
-        if not self.copies:
-            return False
-        self._wait(partial(self._may_have_cache_slot, self._returned), "host_cache", -1, threaded=False)
-        return True
+    def wait_for_cache_slot(self, page: int = -1, *, threaded: bool = False) -> None:
+        """Wait until a cache slot is free, or may have become free because a transfer, copy or reservation has ended.
 
-    def _may_have_cache_slot(self, returned: int) -> bool:
-        """Return whether a cache slot is free, or may have become free since `_returned` had the value `returned`."""
-        return bool(self._cache_slots.free) or self._returned != returned
+        Args:
+            page: page that needs the cache slot, or -1.
+        """
+        free, returned = self._cache_slots.free, self._returned
+        self._awaited += 1
+        try:
+            self._wait(lambda: bool(free) or self._returned != returned, "host_cache", page, threaded=threaded)
+        finally:
+            self._awaited -= 1
 
     def _release_cache_slot(self, page: int) -> None:
         self._cache_slots.release(page)

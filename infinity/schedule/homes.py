@@ -75,30 +75,28 @@ class GpuResidentPages:
 
     # Methods in common with `Cache` #
 
-    def acquire(self, uses: Access, *, threaded: bool) -> None:
+    def acquire(self, uses: Access, *, threaded: bool, ordered: Container[int] = (), reserved: bool = False) -> None:
         """Report the uses to the observer. The pages are on the device and stay there, so there is no wait."""
         self._observer.fetched("hit", sum([use.mode.fetches for use in uses]))
-
-    def acquire_reservation(self, uses: Access, *, threaded: bool, ordered: Container[int]) -> None:
-        """Acquire the pages of a reservation."""
-        self.acquire(uses, threaded=threaded)
 
     def contents(self, uses: Access) -> list[Content]:
         """Return the bytes of acquired pages, for later work on the current stream of the calling thread."""
         for use in uses:
             if use.page not in self._memory:  # a page of gradients that is about to be written
-                others = self._gradient_pages(self._layout.pages[use.page])
-                assert not any(page.index in self._memory for page in others)  # updates consume all of them
+                page = self._layout.pages[use.page]
+                others = [
+                    each
+                    for each in self._layout.fsdp_module_pages[page.fsdp_module]
+                    if each.role is Role.GRAD and each.component == page.component
+                ]
+                assert not any(each.index in self._memory for each in others)  # updates consume all of them
                 self._memory |= self.build(others)
         stream = self._device.current()
         for device_event in dict.fromkeys(self._memory[page].used[page] for page, _ in uses):
             device_event.before(stream)
-        for memory in self._memory_of(uses):
+        for memory in dict.fromkeys(self._memory[page] for page, _ in uses):
             self._device.keep(memory.memory, stream)
         return [self._memory[use.page].arrays[use.page] for use in uses]
-
-    def _memory_of(self, uses: Access) -> list[GpuResidentMemory]:
-        return [*dict.fromkeys(self._memory[page] for page, _ in uses)]
 
     def joined(self, fsdp_module: int) -> list[tuple[Page, Content]]:
         """Return the joined pages of an FSDP module with their bytes. Call `contents` before."""
@@ -120,7 +118,7 @@ class GpuResidentPages:
                     found[shard] = torch.empty(0, dtype=dtype, device=self._device.name)
         return self._weights[fsdp_module]
 
-    def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
+    def release(self, uses: Access, device_event: DeviceEvent | None = None, *, reserved: bool = False) -> None:
         """Record that a use of pages has ended.
 
         Args:
@@ -137,8 +135,6 @@ class GpuResidentPages:
                 elif mode is Mode.CONSUME:
                     self.discard(page)
 
-    release_reservation = release
-
     def discard(self, page: int) -> None:
         """Drop the content of a page. The allocator orders later uses of its memory after the work queued so far."""
         memory = self._memory.pop(page, None)
@@ -146,11 +142,6 @@ class GpuResidentPages:
             memory.newer.discard(page)
 
     # GPU-resident FSDP modules #
-
-    def _gradient_pages(self, page: Page) -> list[Page]:
-        """Return all pages of the FSDP module that hold the same gradient component as `page`."""
-        pages = self._layout.fsdp_module_pages[page.fsdp_module]
-        return [each for each in pages if each.role is Role.GRAD and each.component == page.component]
 
     def pages_of(self, fsdp_module: int) -> list[Page]:
         """Return the pages of an FSDP module that can be GPU-resident, except gradients."""

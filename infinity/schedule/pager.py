@@ -28,8 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -43,13 +42,12 @@ from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
 from infinity.memory.device import Device, DeviceEvent
 from infinity.schedule.cache import Cache
-from infinity.schedule.cache_slots import CacheSlots, PageState
+from infinity.schedule.cache_slots import CacheSlots
 from infinity.schedule.cursor import Cursor, PlannedAccess
 from infinity.schedule.homes import GpuResidentMemory, GpuResidentPages
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, Transfers
-from infinity.telemetry.ledger import Ledger
 
 _FAILURE_CHECK_SECONDS = 0.5
 """Interval, in seconds, at which the training thread checks for failures while it waits for a job of another thread."""
@@ -59,45 +57,8 @@ this many cache slots.
 """
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reservation:
-    """An access that takes its place in the plan now and holds its pages later, in a ``with`` block.
-
-    Updates use reservations, and so does the thread that prefetches weights to the GPU. Life cycle: `Pager.reservation`
-    creates a reservation on the training thread, without waiting. The reservation is held from `__enter__` to
-    `__exit__`, which returns it. The update thread and the thread that prefetches weights each hold
-    their reservations one at a time, in the order in which they were created. If updates have no thread of their own,
-    the training thread holds their reservations. Before the training thread uses a page, it waits until all
-    reservations of the page have been returned. If `__enter__` raises, the reservation is never returned, and every
-    later wait raises the first error.
-    """
-
-    pager: Pager
-    holder: Cache | GpuResidentPages
-    """Object that holds the pages. It changes only while none of them is in use or reserved."""
-    uses: Access
-    """The pages and their modes, in the form that `Pager.access` expects."""
-    cursor: Cursor | None
-    """Cursor in which the reservation took its place, or ``None`` off the plan."""
-    access: PlannedAccess | None
-    """Place of the reservation in the plan, or ``None`` off the plan."""
-    earlier: Sequence[int]
-    """Total number of reservations of each page that must have been returned before. Empty unless the reservation
-    prefetches weights for a later gather.
-    """
-    threaded: bool
-    """Whether a thread other than the training thread holds the reservation."""
-    copies: Callable[[], DeviceEvent] | None
-    """Function that records an event after all copies. See `Pager.access`."""
-    ordered: Container[int]
-    """Pages whose copies from the device are ordered by the device. See `Cache.acquire`."""
-
-    def __enter__(self) -> list[Content]:
-        """Wait for the pages and return their bytes. Raises the same exceptions as `Pager.access`."""
-        return self.pager._acquire_reservation(self)
-
-    def __exit__(self, *exception: object) -> None:
-        self.pager._release_reservation(self, self.copies() if self.copies else None)
+Reservation = AbstractContextManager[list[Content]]
+"""An access that has its place in the plan and holds its pages later, in a ``with`` block. See `Pager.reservation`."""
 
 
 class Pager:
@@ -106,17 +67,13 @@ class Pager:
     Life cycle: without a plan, pages are read on demand and stay in memory until their cache slot is needed. `install`
     sets a plan, which the pager then follows access by access. An access that the plan does not expect suspends the
     plan until the next `begin_step`. `drain` shuts the pager down. After an error, every call that can wait raises the
-    first error.
+    first error, usually a `CorruptPageError`, `StorageError` or `StallError`.
 
     `access`, `reservation`, `install`, `begin_step`, `set_gpu_resident`, `flush` and `discard` must be called on the
     training thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
         slots: memory of the cache slots.
-        observer: receiver of telemetry. It is called with the lock held.
-        timeout: maximum duration of a wait, in seconds.
-        failed: function that is called once, with the first error, from any thread and with the lock held. It must not
-            wait.
     """
 
     def __init__(
@@ -125,17 +82,12 @@ class Pager:
         slots: Sequence[memoryview],
         device: Device,
         store: PageReaderWriter,
-        observer: Ledger,
-        *,
-        timeout: float,
-        failed: Callable[[Exception], None],
+        transfers: Transfers,
     ) -> None:
-        self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
-        self._store = store
-        self.transfers = Transfers(observer, timeout=timeout, failed=failed)
+        self._layout, self._device, self._store, self.transfers = layout, device, store, transfers
         self._cache_slots = CacheSlots(layout.pages, slots)
-        self._cache = Cache(self._cache_slots, self.transfers, store, observer, timeout=timeout, device=device)
-        self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
+        self._cache = Cache(self._cache_slots, transfers, store, device)
+        self._gpu_resident_pages = GpuResidentPages(layout, device, transfers.observer)
         self._plan: Plan | None = None
         """Plan that was installed most recently. Changed by `install`, and cleared when a step departs from a predicted
         plan.
@@ -189,7 +141,14 @@ class Pager:
             interrupts.end()
             yield [*holder.contents(uses)]
         finally:
-            self._release(uses, holder, cursor, copies() if copies else None)
+            device_event = copies() if copies else None
+            with self.transfers.lock:
+                # An abandoned gather may end late, when `_holder` already returns a different object
+                holder.release(uses, device_event)
+                # After an interrupt, a gather may end only when another step has begun
+                self._end(uses, cursor.take(uses) if cursor is not None and cursor is self._cursor else None)
+                if self._waiting:
+                    self.transfers.lock.notify_all()
 
     def reservation(
         self,
@@ -201,7 +160,14 @@ class Pager:
         ahead: bool = False,
         ordered: Container[int] = (),
     ) -> Reservation:
-        """Return a reservation, which takes its place in the plan now and holds its pages later.
+        """Return a reservation, which takes its place in the plan now and holds its pages later, in a ``with`` block.
+
+        Updates use reservations, and so does the thread that prefetches weights to the GPU. This method does not wait.
+        The update thread and the thread that prefetches weights each hold their reservations one at a time, in the
+        order in which they were created. If updates have no thread of their own, the training thread holds their
+        reservations. Before the training thread uses a page, it waits until all reservations of the page have been
+        returned, at the end of their ``with`` blocks. If a block cannot be entered, the reservation is never returned,
+        and every later wait raises the first error.
 
         Args:
             threaded: whether a thread other than the training thread holds the reservation. Waits on such a thread do
@@ -213,9 +179,6 @@ class Pager:
                 modify them, and until the window has reached it. The training thread waits for the prefetch, so it runs
                 ahead of updates no further than the window allows.
             ordered: pages whose copies from the device are ordered by the device, so that no thread waits for them.
-
-        Raises:
-            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -229,10 +192,7 @@ class Pager:
             earlier = [state.returned + state.reservations for state in states] if ahead else ()
             for state in states:
                 state.reservations += 1
-        return Reservation(
-            pager=self, holder=holder, uses=uses, cursor=cursor, access=access, earlier=earlier, threaded=threaded,
-            copies=copies, ordered=ordered,
-        )  # fmt: skip
+        return self._reserved(uses, holder, access, earlier, threaded=threaded, copies=copies, ordered=ordered)
 
     def reserve_space(self, plan: Plan) -> None:
         """Reserve drive space for gradients if the steps of a plan store gradients. Otherwise release this space.
@@ -250,9 +210,6 @@ class Pager:
             plan: plan to follow, or ``None`` to read all pages on demand.
             guessed: whether the plan is a prediction because no step has been recorded yet. If a step departs from such
                 a plan, the pager discards the plan.
-
-        Raises:
-            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -263,7 +220,8 @@ class Pager:
                 # Claim pages before evicting any. Otherwise pages of the window that are already in memory would be
                 # evicted and read again.
                 self._cursor.claim_window()
-            self._cache.evict_all()
+            for page in self._cache_slots.holders():
+                self._cache.evict(page)
             self._cache.prefetch()
 
     def _set_plan(self, plan: Plan | None, *, guessed: bool = False) -> None:
@@ -286,10 +244,9 @@ class Pager:
 
         Raises:
             StallError: if the device makes no progress within the time limit.
-            Exception: the first error, if an operation fails before or during the wait.
         """
-        if not self._device.wait(device_event, self._timeout, lambda: self.transfers.failure is not None):
-            late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
+        if not self._device.wait(device_event, self.transfers.timeout, lambda: self.transfers.failure is not None):
+            late = StallError(f"waited {self.transfers.timeout:.0f} s for the device to {what}")
             raise self.transfers.failure or late
 
     def wait_for_job(self, job: Future[Any], cause: str) -> None:
@@ -297,9 +254,6 @@ class Pager:
 
         Args:
             cause: cause of the stall that is reported to `Ledger.stalled`.
-
-        Raises:
-            Exception: the first error, if an operation fails before or during the wait.
         """
         if job.done():
             return
@@ -308,7 +262,7 @@ class Pager:
             interrupts.check()
             if self.transfers.failure is not None:
                 raise self.transfers.failure
-        self._observer.stalled(cause, -1, perf_counter() - began)
+        self.transfers.observer.stalled(cause, -1, perf_counter() - began)
 
     @property
     def between_steps(self) -> bool:
@@ -317,11 +271,7 @@ class Pager:
         return self._cursor is not None and self._cursor.between_steps
 
     def begin_step(self) -> None:
-        """Mark the boundary between two steps. If the previous step departed from the plan, follow the plan again.
-
-        Raises:
-            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
-        """
+        """Mark the boundary between two steps. If the previous step departed from the plan, follow the plan again."""
         with self.transfers.lock:
             self.transfers.check()
             if self._cursor is not None and not self.between_steps:
@@ -493,54 +443,68 @@ class Pager:
             holder.acquire(uses, threaded=False)
             return holder, cursor
 
-    def _release(
+    @contextmanager
+    def _reserved(
         self,
         uses: Access,
         holder: Cache | GpuResidentPages,
-        cursor: Cursor | None,
+        access: PlannedAccess | None,
+        earlier: Sequence[int],
+        *,
+        threaded: bool,
+        copies: Callable[[], DeviceEvent] | None,
+        ordered: Container[int],
+    ) -> Iterator[list[Content]]:
+        """Hold the pages of a reservation.
+
+        Args:
+            holder: object that holds the pages. It changes only while none of them is in use or reserved.
+            access: place of the reservation in the plan, or ``None`` off the plan.
+            earlier: total number of reservations of each page that must have been returned before. Empty unless the
+                reservation prefetches weights for a later gather.
+        """
+        with self.transfers.lock:
+            for use, before in zip(uses, earlier, strict=False):
+                state = self._cache_slots.pages[use.page]
+                if state.returned < before:
+                    self.transfers.wait(
+                        lambda state=state, before=before: state.returned >= before,  # type: ignore[misc]
+                        "update", use.page, threaded=threaded,
+                    )  # fmt: skip
+            if earlier and access is not None:
+                # This wait cannot deadlock: the oldest unfinished access is always inside the window and can therefore
+                # run, and when it ends the window advances, until it reaches this access.
+                cursor, position = access.cursor, access.position
+                self._waiting += 1
+                try:
+                    self.transfers.wait(
+                        lambda: cursor is not self._cursor or cursor.reaches(position),
+                        "update", uses[0].page, threaded=threaded,
+                    )  # fmt: skip
+                finally:
+                    self._waiting -= 1
+            holder.acquire(uses, threaded=threaded, ordered=ordered, reserved=True)
+        contents = [*holder.contents(uses)]
+        try:
+            yield contents
+        finally:
+            self._release_reservation(uses, holder, access, copies() if copies else None)
+
+    def _release_reservation(
+        self,
+        uses: Access,
+        holder: Cache | GpuResidentPages,
+        access: PlannedAccess | None,
         device_event: DeviceEvent | None,
     ) -> None:
         with self.transfers.lock:
-            # An abandoned gather may end late, when `_holder` already returns a different object
-            holder.release(uses, device_event)
-            # After an interrupt, a gather may end only when another step has begun
-            followed = cursor is not None and cursor is self._cursor
-            self._end(uses, cursor, cursor.take(uses) if followed and cursor is not None else None)
-            if self._waiting:
-                self.transfers.lock.notify_all()
-
-    def _acquire_reservation(self, item: Reservation) -> list[Content]:
-        uses = item.uses
-        with self.transfers.lock:
-            for use, before in zip(uses, item.earlier, strict=False):
-                state = self._cache_slots.pages[use.page]
-                if state.returned < before:
-                    left = partial(_has_returned, state, before)
-                    self.transfers.wait(left, "update", use.page, threaded=item.threaded)
-            if item.earlier and item.cursor is not None and item.access is not None:
-                # This wait cannot deadlock: the oldest unfinished access is always inside the window and can therefore
-                # run, and when it ends the window advances, until it reaches this access.
-                reached = partial(self._has_reached, item.cursor, item.access)
-                self._waiting += 1
-                try:
-                    self.transfers.wait(reached, "update", uses[0].page, threaded=item.threaded)
-                finally:
-                    self._waiting -= 1
-            item.holder.acquire_reservation(uses, threaded=item.threaded, ordered=item.ordered)
-        return [*item.holder.contents(uses)]
-
-    def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
-        return cursor is not self._cursor or cursor.reaches(access.position)
-
-    def _release_reservation(self, item: Reservation, device_event: DeviceEvent | None) -> None:
-        with self.transfers.lock:
             self.reservations -= 1
-            for use in item.uses:
+            for use in uses:
                 state = self._cache_slots.pages[use.page]
                 state.reservations -= 1
                 state.returned += 1
-            item.holder.release_reservation(item.uses, device_event)
-            self._end(item.uses, item.cursor, item.access)
+            holder.release(uses, device_event, reserved=True)
+            self._end(uses, access)
             self.transfers.lock.notify_all()
 
     def _holder(self, uses: Access) -> Cache | GpuResidentPages:
@@ -549,13 +513,13 @@ class Pager:
         """
         return self._gpu_resident_pages if self._gpu_resident_pages.has(uses) else self._cache
 
-    def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
+    def _end(self, uses: Access, access: PlannedAccess | None) -> None:
         """Advance the window after an access has ended. Off the plan, only evict consumed pages.
 
         If the pager no longer follows the cursor in which the access took its place, the access is off the plan.
         """
-        if access is not None and cursor is not None and cursor is self._cursor:
-            cursor.end(access)
+        if access is not None and access.cursor is self._cursor:
+            access.cursor.end(access)
         else:
             for use in uses:
                 if use.mode is Mode.CONSUME:
@@ -578,7 +542,7 @@ class Pager:
         if self._guessed:
             self._set_plan(None)
         else:
-            self._observer.diverged(detail)
+            self.transfers.observer.diverged(detail)
 
     def _describe(self, uses: Access) -> str:
         return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in uses)
@@ -587,7 +551,3 @@ class Pager:
 def _copies(arrays: Mapping[int, torch.Tensor], content: Content) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the arrays of a page on the device, and views of the same bytes in its cache slot."""
     return [*arrays.values()], [bytes_of(content, offset, part.numel()) for offset, part in arrays.items()]
-
-
-def _has_returned(state: PageState, reservations: int) -> bool:
-    return state.returned >= reservations

@@ -96,6 +96,7 @@ class Transfers:
     not reused too early.
 
     Args:
+        observer: receiver of telemetry. It is called with the lock held.
         timeout: maximum duration of a wait, in seconds.
         failed: function that is called once, with the first error, from any thread and with the lock held. It must not
             wait.
@@ -108,7 +109,8 @@ class Transfers:
         timeout: float,
         failed: Callable[[Exception], None],
     ) -> None:
-        self._observer, self._timeout, self._failed = observer, timeout, failed
+        self.observer, self.timeout, self._failed = observer, timeout, failed
+        """Receiver of telemetry, maximum duration of a wait in seconds, and function to call with the first error."""
         self._stores: list[PageReaderWriter] = []
         """Stores that have been used so far. A timeout error describes the oldest request of all of these stores."""
         self.lock: Condition = _Lock()
@@ -169,7 +171,7 @@ class Transfers:
         """Report the time during which transfers were in flight. Must be called before `reads` or `writes` changes."""
         now = time.perf_counter()
         if self.reads or self.writes:
-            self._observer.moving(now - self._moving_since)
+            self.observer.moving(now - self._moving_since)
         self._moving_since = now
 
     def check(self) -> None:
@@ -198,14 +200,14 @@ class Transfers:
         started = time.perf_counter()
         finished = self._wait(lambda: ready() or self.failure is not None, cause)
         if not threaded:
-            self._observer.stalled(cause, page, time.perf_counter() - started)
+            self.observer.stalled(cause, page, time.perf_counter() - started)
         self.check()
         if not finished:
             hung = self._exchanging and cause in _HELD_UP
             what = "any page to be read or written" if hung else _WAITS[cause]
-            error = StallError(f"waited {self._timeout:.0f} s for {what}; {self._oldest_request()}")
+            error = StallError(f"waited {self.timeout:.0f} s for {what}; {self._oldest_request()}")
             if self.reads or self.writes:
-                self._observer.gave_up("read" if cause == "read" or not self.writes else "write", error)
+                self.observer.gave_up("read" if cause == "read" or not self.writes else "write", error)
             self.fail(error)
             self.check()
 
@@ -225,7 +227,7 @@ class Transfers:
                 since = max(since, self._exchanged)
             if cause in _AFTER_COPIES:
                 since = max(since, self.copied)
-            left = since + self._timeout - time.perf_counter()
+            left = since + self.timeout - time.perf_counter()
             if left <= 0:
                 return False
             # Exclude the time during which the process was suspended (Ctrl-Z).
@@ -261,7 +263,7 @@ class Transfers:
 
         The method does not raise, even if the time limit is exceeded.
         """
-        timeout = self._timeout if self.failure is None else min(self._timeout, _LAST_SECONDS)
+        timeout = self.timeout if self.failure is None else min(self.timeout, _LAST_SECONDS)
         until = time.perf_counter() + timeout
         while (self.writes or self.reads or not ended()) and (left := until - time.perf_counter()) > 0:
             until += wait_a_while(self.lock, left)

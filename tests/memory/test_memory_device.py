@@ -28,6 +28,7 @@ from infinity.memory.host_cache import HostCache
 from infinity.optim.update_thread import UpdateWorker
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
+from infinity.schedule.transfers import Transfers
 from support.late_copies import ManualEvent
 from support.layouts import transformer
 
@@ -422,9 +423,7 @@ class Bench:
             host_cache.cache_slots,
             self.device,
             self.store,
-            IgnoringObserver(),
-            timeout=timeout,
-            failed=self.failures.append,
+            Transfers(IgnoringObserver(), timeout=timeout, failed=self.failures.append),
         )
         self.first, self.second = [page.index for page in self.layout.pages if page.role is Role.PARAM][:2]
         for page in (self.first, self.second):

@@ -82,8 +82,8 @@ def _raise_user_error(session: Session) -> None:
 
 def _shorten_waits(session: Session) -> None:
     run = session.optimizer.run
-    assert run.pager.transfers._timeout == run.settings.storage.timeout_seconds == 5
-    run.pager.transfers._timeout = 1.0
+    assert run.pager.transfers.timeout == run.settings.storage.timeout_seconds == 5
+    run.pager.transfers.timeout = 1.0
 
 
 def _move_data(session: Session) -> None:

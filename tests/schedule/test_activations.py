@@ -101,9 +101,7 @@ def opened(store: MemoryStore | None, timeout: float = 20) -> Iterator[tuple[Act
         device,
         store,
         [1.0, 3.0],
-        transfers,
-        observer,
-        timeout=timeout,  # type: ignore[arg-type]
+        transfers,  # type: ignore[arg-type]
     )
     try:
         yield pages, observer

@@ -25,6 +25,7 @@ from infinity.memory.host_cache import HostCache
 from infinity.schedule.pager import Pager, Reservation
 from infinity.schedule.planner import Plan, least_cache_slots
 from infinity.schedule.trace import Access, Mode, Use
+from infinity.schedule.transfers import Transfers
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import layouts, steps, transformer, transformer_step, update_schedules
 from support.plans import make_plan
@@ -138,9 +139,7 @@ class Bench:
             host_cache.cache_slots,
             open_device(torch.device("cpu")),
             self.store,
-            self.observer,
-            timeout=timeout,
-            failed=lambda _: None,
+            Transfers(self.observer, timeout=timeout, failed=lambda _: None),
         )
         self.cache_slots = cache_slots
         self.newest: dict[int, bytes] = {}

@@ -326,8 +326,8 @@ def _activations_without_events() -> AbstractContextManager[Any]:
     """Release pages of activations when their copy has been launched."""
     release = cache.Cache.release
 
-    def skip_wait(self: Any, uses: Any, device_event: Any = None) -> None:
-        release(self, uses, device_event if self._named else None)
+    def skip_wait(self: Any, uses: Any, device_event: Any = None, **settings: Any) -> None:
+        release(self, uses, device_event if self._named else None, **settings)
 
     return patch.object(cache.Cache, "release", skip_wait)
 
