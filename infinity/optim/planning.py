@@ -15,12 +15,12 @@ from infinity.errors import InfinityError
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_simulation, prepend
 from infinity.schedule.schedule_choice import choose_simulation, resolve_schedule
-from infinity.schedule.trace import Event, EventKind
+from infinity.schedule.trace import Access, Event, EventKind
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
 from infinity.telemetry.ledger import Ledger
 
-Start = Literal["pending", "nothing", "flushing"]
-"""State in which a plan begins: with pending updates, without them, or with pending updates that are flushed first."""
+Start = Literal["nothing", "flushing"]
+"""State in which a plan begins: without pending updates, or with pending updates that are flushed first."""
 
 
 class StepPlanner:
@@ -35,10 +35,11 @@ class StepPlanner:
     with ``in_forward``. This *transition step* has its own plan. GPU-resident FSDP modules need no transfers, so they
     are updated immediately.
 
+    In `choose` and `follow`, `events` are the events of the completed step. In all methods, `waiting` contains the FSDP
+    modules whose updates are left to the next forward.
+
     Args:
         wanted: value of the setting `update.schedule`.
-        threaded: whether updates run on their own thread.
-        exchanges: whether updates exchange data with other ranks.
         device_limit: value of the setting `memory.device_bytes`.
     """
 
@@ -49,9 +50,7 @@ class StepPlanner:
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self.wanted, self._threaded = cache_slots, wanted, threaded
-        self.recording = wanted not in ("in_forward", "after_backward")
-        """``True`` until the update schedule is selected."""
-        self.schedule = "recording" if self.recording else wanted
+        self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
         """Name of the update schedule, or ``recording`` until the schedule is selected."""
         self.update_schedule = UpdateSchedule()
         """Update schedule of the current step; changes only between steps."""
@@ -69,7 +68,12 @@ class StepPlanner:
         """``True`` if pages are updated on the GPU. Set when the run opens."""
         self.plan: Plan | None = None
         """Plan for steps with these events; ``None`` until the first step has been recorded."""
-        self._plans: dict[Start, Plan] = {}  # plans for `events` and `update_schedule`, made on first use
+        self._others: dict[Start, Plan] = {}  # plans that lead to `plan` from another start, made on first use
+
+    @property
+    def recording(self) -> bool:
+        """``True`` until the update schedule is selected."""
+        return self.schedule == "recording"
 
     def widen(self, fsdp_module: int, components: int) -> None:
         """Change the recorded number of components of an FSDP module's stored gradients."""
@@ -94,11 +98,7 @@ class StepPlanner:
         self._pager.install(plan, guessed=True)
 
     def next_schedule(self, waiting: Collection[int]) -> UpdateSchedule:
-        """Return the update schedule of the next step. See [Note: transition step].
-
-        Args:
-            waiting: FSDP modules whose updates are left to the next forward.
-        """
+        """Return the update schedule of the next step. See [Note: transition step]."""
         in_transition = self.update_schedule.in_backward.intersection(waiting) - self.update_schedule.gpu_resident
         if self._exchanges or not in_transition:
             return self.update_schedule
@@ -108,7 +108,6 @@ class StepPlanner:
         """Select the update schedule after the first step, and make a new plan if the events have changed.
 
         Args:
-            events: events of the completed step.
             late: whether updates must not run in backward, because gradients or weights were read, or settings changed,
                 between backward and `step()`.
 
@@ -118,7 +117,6 @@ class StepPlanner:
         """
         if self.recording:
             self.schedule = resolve_schedule(self.wanted, events, late=late, exchanges=self._exchanges)
-            self.recording = False
             if self.wanted == "in_backward" != self.schedule:
                 raise InfinityError(
                     'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '
@@ -133,34 +131,28 @@ class StepPlanner:
             plan = simulation.plan
             if plan.stores_gradients:
                 self._pager.reserve_space(plan)  # before any update, because this fails if space is short
-            self._plans = {"pending": plan}
+            self.plan, self._others = plan, {}
 
     def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
-        """Make the pager continue with the next step, with a new plan if the events of this step have changed.
-
-        Args:
-            events: events of the completed step.
-            waiting: FSDP modules whose updates are left to the next forward.
-        """
-        changed = events != self.events
-        if changed:
+        """Make the pager continue with the next step, with the new plan if the events have changed."""
+        plan, changed = self.plan, events != self.events
+        if plan is not None and changed:
             self.events = events
-            self.plan = self._plan_from("pending")
-            self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
+            self._ledger.predicted(plan.traffic.read_bytes, plan.traffic.written_bytes)
         update_schedule = self.next_schedule(waiting)
         # Exactly one plan is installed, because its first reads start immediately.
         if update_schedule != self.update_schedule:
             transition = expand(events, self._layout, update_schedule)
-            self._pager.install(prepend(transition, self._plan_from("pending"), self._layout))
+            self._pager.install(self._after(transition))
             return
         if self.update_schedule.in_forward and not waiting:
             self._pager.install(self._plan_from("nothing"))
         elif changed:
-            self._pager.install(self.plan)
+            self._pager.install(plan)
         else:
             self._pager.begin_step()
-        if self.plan is not None:
-            self._pager.reserve_space(self.plan)  # releases the space of stored gradients that are no longer needed
+        if plan is not None:
+            self._pager.reserve_space(plan)  # releases the space of stored gradients that are no longer needed
 
     def to_prefetch(self) -> int:
         """Return the FSDP module whose weights should be copied to the GPU now, or -1."""
@@ -172,11 +164,7 @@ class StepPlanner:
         return fsdp_module if fsdp_module not in self.update_schedule.gpu_resident else -1
 
     def flushing(self, waiting: Collection[int]) -> None:
-        """Prefetch the pages of pending updates that are about to be flushed between two steps.
-
-        Args:
-            waiting: FSDP modules whose updates are pending.
-        """
+        """Prefetch the pages of pending updates that are about to be flushed between two steps."""
         if self._pager.between_steps:
             update_schedule = self.next_schedule(waiting)
             in_transition = update_schedule != self.update_schedule
@@ -186,12 +174,16 @@ class StepPlanner:
         """Return a plan that starts after a step, and first runs the pending updates of `update_schedule`."""
         prefix = expand_pending(self.events, self._layout, update_schedule)
         prefix += expand(self.events, self._layout, self.update_schedule, pending=False)
-        return prepend(prefix, self._plan_from("pending"), self._layout)
+        return self._after(prefix)
 
     def _plan_from(self, start: Start) -> Plan:
-        if start not in self._plans and start == "flushing":
-            self._plans[start] = self._flushed(self.update_schedule)
-        elif start not in self._plans:
-            prefix = expand(self.events, self._layout, self.update_schedule, pending=False)
-            self._plans[start] = prepend(prefix, self._plans["pending"], self._layout)
-        return self._plans[start]
+        if start not in self._others and start == "flushing":
+            self._others[start] = self._flushed(self.update_schedule)
+        elif start not in self._others:
+            self._others[start] = self._after(expand(self.events, self._layout, self.update_schedule, pending=False))
+        return self._others[start]
+
+    def _after(self, prefix: tuple[Access, ...]) -> Plan:
+        """Return a plan that runs a prefix before the first step."""
+        assert self.plan is not None
+        return prepend(prefix, self.plan, self._layout)
