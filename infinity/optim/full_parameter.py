@@ -17,8 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.nn.functional import pad
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, LostRankError, StallError
 from infinity.ranks import Ranks, naming_loss
+from infinity.schedule.transfers import Transfers
 
 _SHORTEST, _LONGEST = 50e-6, 5e-3
 """Minimum and maximum interval between two polls of an unfinished exchange, in seconds."""
@@ -49,29 +49,25 @@ class Slice:
 class FullParameters:
     """Gather parameters whose slices are on several ranks.
 
-    The update thread calls `meet`, `gather` and `own`. Call `close` after this thread has stopped.
+    All ranks must create an instance together, because it creates process groups. The update thread calls `meet`,
+    `gather` and `own`. Call `close` after this thread has stopped.
 
     Args:
-        slices: this rank's slices of parameters that are updated as full parameters and shared with other ranks, by
-            shard.
-        failure: returns the error if the run has failed, which ends all waits; otherwise, returns ``None``.
-        exchanging: returns a context in which each exchange runs; an exchange lasts until the slowest rank has joined.
-        timeout: time limit in seconds for an exchange after the run has ended.
+        shared: parameters that are updated as full parameters and shared with other ranks, by shard: the ranks that
+            share the parameter, and this rank's index among them.
+        transfers: state of the pager. Its failure ends all waits. Its time limit applies to an exchange after the run
+            has ended; before, an exchange lasts until the slowest rank has joined.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        slices: Mapping[int, Slice],
-        ranks: Ranks,
-        failure: Callable[[], Exception | None],
-        exchanging: Callable[[], AbstractContextManager[None]],
-        timeout: float,
+        self, layout: Layout, shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks, transfers: Transfers
     ) -> None:
-        self._layout, self._slices, self.ranks = layout, slices, ranks
-        self._failure, self._exchanging = failure, exchanging
-        # Time limits for an exchange in seconds: after the end of the run, and currently (lowered by `end`)
-        self._timeout, self._patience = timeout, math.inf
+        self._layout, self.ranks, self._transfers = layout, ranks, transfers
+        mine = {members for members, _ in shared.values()}
+        everyone = sorted(set().union(*ranks.collect(mine)))  # each rank must create all groups in the same order
+        groups = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
+        self._slices = {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}
+        self._patience = math.inf  # current time limit for an exchange in seconds, lowered by `end`
         self._last: dict[Any, Any] = {}  # last exchange, by process group
 
     def end(self, *, early: bool = False) -> None:
@@ -79,7 +75,7 @@ class FullParameters:
 
         Updates may still exchange data, unless the run ends `early`.
         """
-        self._patience = 0.0 if early else min(self._patience, self._timeout)
+        self._patience = 0.0 if early else min(self._patience, self._transfers.timeout)
 
     def close(self) -> None:
         """Close the process groups; see [Note: abandoned exchanges]."""
@@ -138,12 +134,12 @@ class FullParameters:
     def _gather(self, shard: int, into: torch.Tensor, mine: torch.Tensor) -> None:
         name, group = self._layout.shards[shard].spec.name, self._slices[shard].group
         try:
-            with self._exchanging(), naming_loss():
+            with self._transfers.exchanging(), naming_loss():
                 work = dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True)
                 self._last[group] = work
                 self._wait(work, name)
         except LostRankError as lost:
-            failure = self._failure() or lost
+            failure = self._transfers.failure or lost
             if not isinstance(failure, LostRankError):
                 raise failure from lost.__cause__
             raise LostRankError(f"{failure}; the update of {name} needs this rank") from lost.__cause__
@@ -151,26 +147,10 @@ class FullParameters:
     def _wait(self, work: Any, name: str) -> None:
         seconds, began = _SHORTEST, time.monotonic()
         while not work.is_completed():
-            if (failure := self._failure()) is not None:
+            if (failure := self._transfers.failure) is not None:
                 raise failure
             if time.monotonic() - began > self._patience:
                 raise StallError(f"the run ended before another rank joined the update of {name}")
             time.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST)
         work.wait()
-
-
-def open_slices(shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks) -> dict[int, Slice]:
-    """Create process groups for parameters that are updated as full parameters. All ranks must call this together.
-
-    Args:
-        shared: the ranks that share a parameter, and this rank's index among them, by shard.
-
-    Returns:
-        The slices by shard. `FullParameters.close` closes the groups.
-    """
-    mine = {members for members, _ in shared.values()}
-    everyone = sorted(set().union(*ranks.collect(mine)))  # each rank must create all groups in the same order
-    made = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
-    groups = {members: made[members] for members in mine}
-    return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}

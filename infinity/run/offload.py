@@ -26,7 +26,7 @@ from infinity.fsdp.sharded_model import ShardedModel
 from infinity.models.sharding import reject_resizing
 from infinity.models.weight_source import noted_weights
 from infinity.optim.base_optimizer import BaseOptimizer
-from infinity.optim.full_parameter import FullParameters, open_slices
+from infinity.optim.full_parameter import FullParameters
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.multi_optimizer import Optimizers, name_of
 from infinity.optim.slicing_check import make_kernel
@@ -237,11 +237,7 @@ def _attach(
     """Fill the pages, replace the model's shards with paged shards, and return the optimizer that trains the model."""
     full = None
     if shared:
-        full = FullParameters(
-            run.layout, open_slices(shared, run.ranks), run.ranks,
-            failure=lambda: run.pager.failure, exchanging=run.pager.transfers.exchanging,
-            timeout=run.settings.storage.timeout_seconds,
-        )  # fmt: skip
+        full = FullParameters(run.layout, shared, run.ranks, run.pager.transfers)
         run.undo.push(full.close)
     parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
     base_optimizer = BaseOptimizer(optimizer, parameters, kernel, sharded.ignored, sharded.shards_in_memory)
