@@ -107,10 +107,14 @@ class BaseOptimizer:
 
     def settings_of(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return a snapshot of each shard's param group settings, which schedulers may change before the update."""
-        numbers = {shard: self._group_numbers[shard] for shard in shards}
-        # Looked up here, because groups may have been replaced
-        fixed = {number: settings_of(self.optimizer.param_groups[number]) for number in set(numbers.values())}
-        return {shard: fixed[number] for shard, number in numbers.items()}
+        fixed: dict[int, Mapping[str, Any]] = {}
+        found = {}
+        for shard in shards:
+            number = self._group_numbers[shard]
+            if number not in fixed:  # looked up here, because groups may have been replaced
+                fixed[number] = settings_of(self.optimizer.param_groups[number])
+            found[shard] = fixed[number]
+        return found
 
     def groups_by_shard(self) -> list[dict[str, Any]]:
         """Return the param groups with shard indices in place of parameters, as stored in checkpoints.

@@ -50,7 +50,9 @@ class StepPlanner:
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self.wanted, self._threaded = cache_slots, wanted, threaded
-        self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
+        self.recording = wanted not in ("in_forward", "after_backward")
+        """``True`` until the update schedule is selected."""
+        self.schedule = "recording" if self.recording else wanted
         """Name of the update schedule, or ``recording`` until the schedule is selected."""
         self.update_schedule = UpdateSchedule()
         """Update schedule of the current step; changes only between steps."""
@@ -69,11 +71,6 @@ class StepPlanner:
         self.plan: Plan | None = None
         """Plan for steps with these events; ``None`` until the first step has been recorded."""
         self._others: dict[Start, Plan] = {}  # plans that lead to `plan` from another start, made on first use
-
-    @property
-    def recording(self) -> bool:
-        """``True`` until the update schedule is selected."""
-        return self.schedule == "recording"
 
     def widen(self, fsdp_module: int, components: int) -> None:
         """Change the recorded number of components of an FSDP module's stored gradients."""
@@ -117,6 +114,7 @@ class StepPlanner:
         """
         if self.recording:
             self.schedule = resolve_schedule(self.wanted, events, late=late, exchanges=self._exchanges)
+            self.recording = False
             if self.wanted == "in_backward" != self.schedule:
                 raise InfinityError(
                     'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '

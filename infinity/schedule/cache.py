@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import islice
 
@@ -382,19 +382,12 @@ class Cache:
 
     def _evict_clean(self) -> bool:
         """Evict one clean page that is not pinned, claimed or resident. Return ``False`` if there is no such page."""
-        page = next(self._evictable(dirty=False), -1)
-        if page >= 0:
-            self._release_cache_slot(page)
-        return page >= 0
-
-    def _evictable(self, *, dirty: bool) -> Iterator[int]:
-        """Yield the clean or dirty pages that are not pinned, claimed or resident and have no transfer in flight."""
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
-            if state.dirty is dirty and not (
-                state.pins or state.claims or state.reading or state.writing or state.resident
-            ):
-                yield page
+            if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
+                self._release_cache_slot(page)
+                return True
+        return False
 
     def _evict_kept(self) -> bool:
         """Evict one streaming page, claimed or not. If there is none, evict one resident page. Return ``False`` if no
@@ -417,6 +410,12 @@ class Cache:
         states = (self._cache_slots.pages[page] for page in self._cache_slots.holders()) if self._reads else ()
         return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
 
+    def _write_back_some(self) -> None:
+        states = ((page, self._cache_slots.pages[page]) for page in self._cache_slots.holders())
+        dirty = (page for page, of in states if of.dirty and not (of.pins or of.claims or of.writing or of.resident))
+        for page in islice(dirty, _WRITTEN_BACK):
+            self._write(page)
+
     def _acquire_cache_slot(self, page: int, *, threaded: bool) -> None:
         """Wait until a cache slot is free or the page has one. [Note: allocation of cache slots]"""
         cache_slots = self._cache_slots
@@ -424,8 +423,7 @@ class Cache:
         while state.cache_slot < 0 and not cache_slots.free and not self._evict_clean():
             self._transfers.check()
             if not self._writes:
-                for dirty in islice(self._evictable(dirty=True), _WRITTEN_BACK):
-                    self._write(dirty)
+                self._write_back_some()
             # Evict pages that the plan needs, or give up, only if no cache slot will become free without action by this
             # thread. Otherwise the plan would lose pages depending on timing, and the step would read more bytes than
             # predicted.
