@@ -75,6 +75,7 @@ class Attachment:
                 f"({error}); call infinity.offload before creating that reference"
             ) from error
         torch_private.watch_local_tensor(param, partial(_check, member))
+        torch_private.supply_gather_input(param, handle.gather_input)
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:

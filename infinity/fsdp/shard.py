@@ -12,11 +12,8 @@ copying it ends the gather.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,10 +40,13 @@ class ShardHandle:
     """Dtype of the all-gather input."""
     device: torch.device
 
-    @cached_property
-    def pre_all_gather(self) -> _PreAllGather:
-        """The function that FSDP2 calls in every gather."""
-        return _PreAllGather(self)
+    def gather_input(self) -> torch.Tensor:
+        """Return the all-gather input, flat. The first shard of an FSDP module begins the gather."""
+        weights = self.source.inputs.get(self.shard)
+        if weights is None:
+            weights = self.source.gather_input(self.shard)
+        # A new tensor, because a tensor that was created in inference mode cannot be used outside of it
+        return weights if weights is not None else GatherInput.make(self, (self.padded.numel(),))
 
     def load(self) -> torch.Tensor:
         """Return a copy of the elements without padding, flat, on the compute device."""
@@ -66,9 +66,14 @@ class PagedShard(PagedTensor):
 
     handle: ShardHandle
 
-    # Function that returns the all-gather input to FSDP2: this slice in the compute dtype, padded. FSDP2 looks it up
-    # three times per gather, so the property has no Python code.
-    fsdp_pre_all_gather = property(attrgetter("handle.pre_all_gather"))
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the all-gather input to FSDP2: this slice in the compute dtype, padded.
+
+        FSDP2 calls this method in the first gather only. See `torch_private.supply_gather_input`.
+        """
+        return (self.handle.gather_input().view(self.handle.padded),), None
 
     def fsdp_post_all_gather(
         self,
@@ -80,29 +85,7 @@ class PagedShard(PagedTensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the gathered parameter to FSDP2: the all-gather output itself, not a copy."""
         (tensor,) = all_gather_outputs
-        return None if out is not None else (tensor, (tensor,))
-
-
-class _PreAllGather:
-    """Return the all-gather input of a shard. The first shard of an FSDP module begins the gather.
-
-    FSDP2 inspects the signature in every gather of every parameter. `__signature__` avoids building it each time.
-    """
-
-    def __init__(self, handle: ShardHandle) -> None:
-        self._handle = handle
-
-    def __call__(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        handle = self._handle
-        weights = handle.source.gather_input(handle.shard)
-        if weights is not None:
-            return (weights.view(handle.padded),), None
-        # A new tensor, because a tensor that was created in inference mode cannot be used outside of it
-        return (GatherInput.make(handle, handle.padded),), None
-
-    __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
+        return None if out is not None else (tensor, ())
 
 
 class GatherInput(torch.Tensor):

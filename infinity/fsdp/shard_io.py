@@ -170,6 +170,8 @@ class ShardIO:
         self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
         self._gathers: dict[int, _Gather] = {}  # by FSDP module
         self._gather: _Gather | None = None  # gather in progress
+        self.inputs: Mapping[int, torch.Tensor] = {}
+        """Weights that are in device memory during the gather in progress, except those of its first and last shard."""
         # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
         self._loaded = 0
         # Sizes, in bytes, of loaded tensors that have been freed. Any thread may append to it, even from within the
@@ -203,20 +205,21 @@ class ShardIO:
             self._open.pager.fail(error)
 
     def gather_input(self, shard: int) -> torch.Tensor | None:
-        """Return the weights of a shard if they are in device memory. The first shard of a module begins the gather.
+        """Return the weights of a shard that is not in `inputs`. The first shard of an FSDP module begins the gather.
 
         Returns:
             The weights in the compute dtype, padding included, flat. ``None`` if the caller must gather the shard with
-            `gather_into`, which is always the case for the last shard of an FSDP module.
+            `gather_into`, because the weights are not in device memory, or because the shard is the last one.
         """
         fsdp_module = self._layout.shards[shard].fsdp_module
         shards = self._layout.fsdp_module_shards[fsdp_module]
-        gather = self._gather
-        if shard == shards[0]:
-            gather = self._begin_gather(fsdp_module)
-        if gather is None or gather.fsdp_module != fsdp_module or shard == shards[-1]:
+        if shard != shards[0]:
             return None
-        return gather.inputs.get(shard)
+        inputs = dict(self._begin_gather(fsdp_module).inputs)
+        inputs.pop(shards[-1], None)
+        first = inputs.pop(shard, None)
+        self.inputs = inputs
+        return first
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the elements of a shard in the compute dtype, padding included.
@@ -258,7 +261,7 @@ class ShardIO:
 
     def _end_gather(self, gather: _Gather) -> None:
         gather.end()
-        self._gather = None
+        self._gather, self.inputs = None, {}
         opened = self._opened
         opened.ledger.copied(gather.nbytes)
         if gather.planned:
@@ -267,7 +270,7 @@ class ShardIO:
 
     def _drop_gather(self) -> None:
         """End a gather that FSDP2 did not complete."""
-        gather, self._gather = self._gather, None
+        gather, self._gather, self.inputs = self._gather, None, {}
         if gather is not None:
             gather.release()
 

@@ -12,7 +12,9 @@ __all__ = [
     "CheckpointWrapper",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "FSDPParam",
     "FSDPState",
+    "ShardedState",
     "_current_graph_task_id",
     "_disabled_torch_function_impl",
     "_no_grad_trunc_normal_",
@@ -40,6 +42,7 @@ try:
     )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.init import _no_grad_trunc_normal_
 except ImportError as error:

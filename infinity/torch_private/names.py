@@ -22,7 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import UnsupportedError
 from infinity.torch_private.imports import (
+    FSDPParam,
     FSDPState,
+    ShardedState,
     _current_graph_task_id,
     _disabled_torch_function_impl,
     lacking,
@@ -56,8 +58,11 @@ _NAMES = {
         "_reduce_scatter_comm",
     ),
     "FSDPParam": (
+        "all_gather_inputs",
+        "init_unsharded_param",
         "sharded_param",
         "sharded_size",
+        "sharded_state",
         "padded_sharded_param_size",
         "fsdp_placement",
         "is_dtensor",
@@ -394,6 +399,38 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
         vars(new).update(vars(current))  # the user's attributes, which the swap would replace
         torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
     param._init_extensions()  # FSDP2 does this before the first forward only
+
+
+class _SuppliedParam(FSDPParam):
+    """Parameter whose all-gather input comes from a function."""
+
+    gather_input: Callable[[], torch.Tensor]
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        if self.sharded_state is ShardedState.SHARDED and hasattr(self, "_unsharded_param"):
+            return [self.gather_input()]
+        return super().all_gather_inputs
+
+    def init_unsharded_param(self) -> None:
+        if not hasattr(self, "_unsharded_param"):
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]
+
+
+def supply_gather_input(param: Any, gather_input: Callable[[], torch.Tensor]) -> None:
+    """Make FSDP2 call a function for the all-gather input of a parameter, from the second gather on.
+
+    The first gather calls `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Each later one would look both up again and
+    inspect their signature, which takes more Python calls than the gather of a parameter without the extension. Both
+    must return their tensor unchanged.
+
+    Args:
+        param: FSDP2's `FSDPParam` object. If it is an instance of a subclass, it is not changed.
+        gather_input: function that returns the flat, padded input in the compute dtype.
+    """
+    if type(param) is FSDPParam:
+        param.__class__ = _SuppliedParam
+        vars(param)["gather_input"] = gather_input
 
 
 def materialize(param: Any, device: torch.device) -> None:

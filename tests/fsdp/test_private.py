@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,32 @@ def test_local_tensor_may_be_replaced_after_a_forward(model: nn.Module) -> None:
     shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = lambda *_: None  # type: ignore[attr-defined]
     torch_private.replace_local_tensor(param, shard)
     assert hasattr(param, "_extensions_data")
+
+
+def test_gather_input_is_supplied_from_the_second_gather_on(model: nn.Module) -> None:
+    """`all_gather_inputs`, `init_unsharded_param` and `sharded_state` of `FSDPParam`, whose class can be replaced."""
+    block = model.blocks[0]
+    (group,) = torch_private.names._groups_of(block)
+    supplied: list[int] = []
+
+    def supply(number: int, param: Any) -> torch.Tensor:
+        supplied.append(number)
+        return torch.full((torch_private.padded_shape(param).numel(),), float(number), dtype=torch.bfloat16)
+
+    params_of_block = torch_private.fsdp_params(group)
+    for number, param in enumerate(params_of_block):
+        torch_private.supply_gather_input(param, partial(supply, number, param))
+    expected = models.loss_of(models.build("toy"), batch(model, 0)).item()
+    assert models.loss_of(model, batch(model, 0)).item() == expected
+    assert not supplied, "the first gather uses FSDP2's own input"
+    block.unshard()
+    assert supplied == list(range(len(params_of_block)))
+    for number, param in enumerate(params_of_block):
+        gathered = getattr(*torch_private.owner(param))
+        assert gathered.shape == torch_private.full_shape(param)
+        assert (gathered == number).all()
+    block.reshard()
+    assert all(each.untyped_storage().size() == 0 for param in params_of_block for each in param.all_gather_outputs)
 
 
 def test_replacing_a_meta_local_tensor_keeps_the_parameter() -> None:
