@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from infinity import interrupts, torch_private
+from infinity import torch_private
 from infinity.errors import UnsupportedError
 from infinity.fsdp.conversions import check_conversions
-from infinity.fsdp.gradient import PagedGradient
 from infinity.fsdp.passes import ModelListener, Passes
 from infinity.fsdp.shard import PagedShard, ShardHandle
 from infinity.fsdp.shard_io import ShardIO
@@ -77,19 +76,7 @@ class Attachment:
         torch_private.watch_local_tensor(param, partial(_check, member))
         torch_private.supply_gather_input(param, handle.gather_input)
         if current.requires_grad:
-
-            def arrived(parameter: nn.Parameter) -> None:
-                interrupts.begin()  # an interrupt in `no_grad` would leave gradients disabled
-                try:
-                    local = torch_private.local_gradient(parameter) if parameter.grad is not None else None
-                    gradient = listener.gradient_arrived(index, local)
-                    if gradient is not None and local is not None:
-                        paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
-                        parameter.grad = torch_private.sharded_gradient(param, paged)
-                finally:
-                    interrupts.end()
-
-            undo.callback(torch_private.on_gradient(current, arrived).remove)
+            undo.callback(torch_private.on_gradient(current, partial(listener.gradient_arrived, index)))
 
     def check(self) -> None:
         """Check that all parameters are still paged.

@@ -11,7 +11,6 @@ from torch import nn
 
 from infinity import interrupts, torch_private
 from infinity.errors import InfinityError
-from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.unattached_trainer import check_trainer
 
 RESUME = 'offload a new model with run.resume = "latest" to resume from the last checkpoint'
@@ -27,15 +26,8 @@ class ModelListener(Protocol):
     def backward_interrupted(self) -> None:
         """Called instead of `forward` if the last backward was interrupted and not dropped. Raises an error."""
 
-    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run.
-
-        Args:
-            local: This rank's gradient, in the local shape, or ``None`` if a hook has set `p.grad` to ``None``.
-
-        Returns:
-            The gradient to store in `p.grad`, or ``None`` to leave `p.grad` unchanged.
-        """
+    def gradient_arrived(self, shard: int, param: nn.Parameter) -> None:
+        """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run."""
 
 
 class Passes:
@@ -70,7 +62,7 @@ class Passes:
     # Only the outermost FSDP module is reported, because activation checkpointing runs inner modules under no_grad and
     # recomputes them in backward.
     def _enter(self, module: nn.Module) -> None:
-        again = module is self._model or any(other is module for other in self._running)
+        again = module is self._model or module in self._running
         if again and self._running and not torch_private.in_backward():
             self._recover(gradients=False)  # an interrupted forward: torch calls `_end` only after an `Exception`
         if not self._running:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
@@ -125,7 +124,7 @@ class _Gather:
         self.release()
 
     def release(self) -> None:
-        """Release the pages and the device memory that are held."""
+        """Release the pages and the device memory that are held. Idempotent."""
         self.inputs = {}
         if self._held is not None:
             interrupts.begin()  # after an interrupt, the pages would stay pinned
@@ -233,19 +232,17 @@ class ShardIO:
         try:
             if gather is None or gather.fsdp_module != fsdp_module:
                 gather = self._begin_gather(fsdp_module)
-            if torch_private.profiler_is_on():
-                with record_function(f"infinity::gather ({self._layout.shards[shard].spec.name})"):
-                    gather.copy(shard, destination)
-            else:
+            with torch_private.profiled(f"infinity::gather ({self._layout.shards[shard].spec.name})"):
                 gather.copy(shard, destination)
             if shard == shards[-1]:
-                self._end_gather(gather)
+                self._end_gather(gather, self._opened)
         except BaseException:
             self._drop_gather()
             raise
 
     def _begin_gather(self, fsdp_module: int) -> _Gather:
-        self._drop_gather()
+        if self._gather is not None:
+            self._drop_gather()
         opened, name = self._opened, self._layout.fsdp_modules[fsdp_module].name
         with opened.ledger.part("python", name, name="gather"):
             planned = opened.listener.gathering(fsdp_module)
@@ -259,10 +256,9 @@ class ShardIO:
             raise
         return gather
 
-    def _end_gather(self, gather: _Gather) -> None:
+    def _end_gather(self, gather: _Gather, opened: _OpenRun) -> None:
         gather.end()
         self._gather, self.inputs = None, {}
-        opened = self._opened
         opened.ledger.copied(gather.nbytes)
         if gather.planned:
             with opened.ledger.part("python"):

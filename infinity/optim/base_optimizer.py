@@ -136,16 +136,15 @@ class BaseOptimizer:
         self.kernel.own()
 
     def note_settings(self) -> None:
-        """Record, once per step, the settings that updates in backward start from.
+        """Record the settings that updates in backward start from. Call this once per step.
 
         Raises:
             InfinityError: if the optimizer is in a mode in which it cannot step.
             UnsupportedError: under the same conditions as `check`.
         """
-        if self.noted is None:
-            self.check()
-            self.kernel.check_steps()
-            self.noted = self._settings(), self.kernel.own()
+        self.check()
+        self.kernel.check_steps()
+        self.noted = self._settings(), self.kernel.own()
 
     def noted_settings_of(self, shards: Iterable[int]) -> tuple[dict[int, Mapping[str, Any]], Own]:
         """Return the noted settings by shard, and the noted attributes. Call `note_settings` before."""

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.content.format import HALVES, MASTER
@@ -118,7 +117,7 @@ class OneGradient:
         if self.zero:
             values.add_(0.0)  # adding to stored zeros would also turn -0 into 0
         self.arriving = True
-        self.owner._hold(self, values)
+        self.owner.hold(self, values)
         return True
 
     def fail(self, error: Exception) -> None:
@@ -278,10 +277,11 @@ class Gradients:
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
         ]
         """Number of trainable shards of each FSDP module, which is the number of gradients that it can receive."""
-        self._fsdp_module = -1  # FSDP module whose gradients are arriving, or -1
-        # Gradients of `_fsdp_module` that have arrived but are not stored or consumed yet, by shard
+        self.arriving = -1
+        """FSDP module whose gradients are arriving, or -1."""
+        # Gradients of this FSDP module that have arrived but are not stored or consumed yet, by shard
         self._arrivals: dict[int, OneGradient] = {}
-        self._streams: set[Stream] = set()  # streams on which gradients of `_fsdp_module` have arrived
+        self._streams: set[Stream] = set()  # streams on which its gradients have arrived
         # Gradients in `p.grad`, by shard; a gradient that `step()` has consumed stays until it is replaced
         self._current: dict[int, OneGradient] = {}
         # Stored gradients, by FSDP module (in order of arrival) and by shard
@@ -328,46 +328,36 @@ class Gradients:
         """Return the name of a parameter."""
         return self._layout.shards[shard].spec.name
 
-    def _is_current(self, shard: int, local: torch.Tensor) -> bool:
-        return isinstance(local, PagedGradient) and local.is_whole and local.handle is self._current.get(shard)
-
     # Arrival #
 
-    def take(self, shard: int, local: torch.Tensor | None) -> OneGradient | None:
+    def take(self, shard: int, param: nn.Parameter) -> bool:
         """Take over the gradient in `p.grad` after it was reduced and the user's hooks have run.
 
-        Args:
-            local: local gradient with the shape of the shard and the dtype of the parameter; ``None`` if it was
-                dropped.
-
         Returns:
-            The gradient that must replace `p.grad`, or ``None`` if `p.grad` stays as it is.
+            Whether all gradients of the FSDP module have arrived, so that the caller must call `close_arrivals`.
 
         Raises:
             InfinityError: if the FSDP module was already updated in backward.
         """
-        found = None
+        gradient, (local,) = self._current.get(shard), torch_private.local_gradients((param,))
         if local is None:
             self._drop(shard)
-        elif isinstance(local, PagedGradient) and self._is_current(shard, local):
-            gradient = self._current[shard]
+        elif isinstance(local, PagedGradient) and local.handle is gradient and local.is_whole:
             gradient.arriving = False
             if gradient.held is not None:
                 self._streams.add(self._device.current())  # user hooks may have changed the gradient
         else:
-            found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
-        if self._arrivals and len(self._arrivals) == self._trainable[self._fsdp_module]:
-            self.close_arrivals()
-        return found
-
-    def _note_arrival(self, gradient: OneGradient) -> None:
-        fsdp_module = self._layout.shards[gradient.shard].fsdp_module
-        if fsdp_module != self._fsdp_module:
-            self.close_arrivals()
-            self._fsdp_module = fsdp_module
-        self._arrivals[gradient.shard] = gradient
-        if gradient.held is not None:
+            if gradient is not None:
+                self._drop(shard)
+            gradient = OneGradient(self, shard, local.shape)
+            gradient.held = local.clone() if isinstance(local, PagedGradient) else local.contiguous()
+            paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
+            torch_private.replace_local_gradient(param, paged)
+            self._current[shard] = self._arrivals[shard] = gradient
+            self.arriving = self._layout.shards[shard].fsdp_module
             self._streams.add(self._device.current())
+            self.changed = True
+        return bool(self._arrivals) and len(self._arrivals) == self._trainable[self.arriving]
 
     def close_arrivals(self) -> None:
         """Store the gradients that have arrived, or begin the update of their FSDP module in backward.
@@ -380,10 +370,10 @@ class Gradients:
             return
         self._updates.run_reduced()
         self._check_halves()  # first, so that an error loses no arrivals; may change the number of components
-        fsdp_module = self._fsdp_module
+        fsdp_module = self.arriving
         arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
         arrived = tuple(map(self._device.record_event, self._streams))
-        self._fsdp_module, self._arrivals, self._streams = -1, {}, set()
+        self.arriving, self._arrivals, self._streams = -1, {}, set()
         if not arrivals:
             return
         name = self._layout.fsdp_modules[fsdp_module].name
@@ -392,7 +382,7 @@ class Gradients:
         # If values were written into gradients before backward, they are stored. Then the sums must be stored too.
         in_backward = fsdp_module in self._planner.update_schedule.in_backward and fsdp_module not in self._stored
         part = self._ledger.part("python", name, name="gradients")
-        with part, torch.no_grad(), record_function(f"infinity::gradients ({name})"):
+        with part, torch.no_grad(), torch_private.profiled(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
             copied = not all(map(torch.Tensor.is_contiguous, held.values()))
             if copied or not in_backward:
@@ -420,26 +410,22 @@ class Gradients:
 
     # Operations on one gradient #
 
-    def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
-        if shard in self._current:
-            self._drop(shard)
-        gradient = self._current[shard] = OneGradient(self, shard, values.shape)
-        self._hold(gradient, values.contiguous())
-        return gradient
-
-    def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        if gradient.held is not None:
+    def hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
+        """Note that FSDP2 adds values to a gradient. They are added to its stored part once all have arrived."""
+        fsdp_module = self._layout.shards[gradient.shard].fsdp_module
+        if gradient.held is not None or fsdp_module != self.arriving:
             self.close_arrivals()
         gradient.held, gradient.zero = values, False
+        self.arriving, self._arrivals[gradient.shard] = fsdp_module, gradient
+        self._streams.add(self._device.current())
         self.changed = True
-        self._note_arrival(gradient)
 
     # Operations on all gradients #
 
     @property
     def there(self) -> bool:
         """``True`` if there are gradients that have not been consumed or dropped."""
-        return any(gradient.there for gradient in self._current.values())
+        return any([gradient.there for gradient in [*self._current.values()]])  # `take` may change the dictionary
 
     @property
     def zeros(self) -> bool:
@@ -454,22 +440,24 @@ class Gradients:
             UnsupportedError: if an assigned gradient is not a DTensor.
         """
         assigned: dict[int, torch.Tensor] = {}
-        for shard, param in self._parameters.items():
-            grad = param.grad
-            if grad is None:
-                if shard in self._current:
+        locals_ = torch_private.local_gradients(self._parameters.values())
+        for (shard, param), local in zip(self._parameters.items(), locals_, strict=True):
+            gradient = self._current.get(shard)
+            if local is None:
+                if gradient is not None and gradient.gone == USED_BY_STEP:  # has nothing to release
+                    gradient.gone = DROPPED
+                    del self._current[shard]
+                elif gradient is not None:
                     self._drop(shard)
-                continue
-            local = torch_private.local_gradient(param)
-            if self._is_current(shard, local):
-                continue
-            if local is grad:
+            elif isinstance(local, PagedGradient):
+                if local.handle is not gradient or not local.is_whole:
+                    assigned[shard] = local.clone()
+            elif local is param.grad:
                 raise UnsupportedError(
                     f"the gradient assigned to {self.name(shard)} is not a DTensor; assign a DTensor"
                 )
-            if isinstance(local, PagedGradient):
-                local = local.clone()
-            assigned[shard] = local
+            else:
+                assigned[shard] = local
         if not torch_private.in_backward():
             self._arrivals = {shard: each for shard, each in self._arrivals.items() if each.held is not None}
         for shard, values in assigned.items():

@@ -23,7 +23,6 @@ from infinity.budget import device_update_bytes
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.passes import RESUME
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.heap import FreedMemory
@@ -185,15 +184,22 @@ class StepRunner:
             self.updates.run_pending(following)
             self.gpu_prefetcher.stage(following)
 
-    @_one_at_a_time
-    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over the gradient in `p.grad` after it was reduced. See `Gradients.take`."""
+    def gradient_arrived(self, shard: int, param: nn.Parameter) -> None:
+        """Take over the gradient in `p.grad` after it was reduced. See `Gradients.take`.
+
+        Unless it stores gradients, this method neither takes the lock, because `look` does not access arrivals, nor
+        defers Ctrl-C, because an interrupted backward drops its gradients.
+        """
         if self._closed:
             self.check_open()
-        if self.planner.recording or self.planner.update_schedule.in_backward:
-            self._base_optimizer.note_settings()
+        optimizer, gradients = self._base_optimizer, self._gradients
+        if optimizer.noted is None and (self.planner.recording or self.planner.update_schedule.in_backward):
+            optimizer.note_settings()
         self._backward = max(self._backward, torch_private.backward_number())
-        return self._gradients.take(shard, local)
+        if gradients.arriving not in (-1, self._layout.shards[shard].fsdp_module):
+            self.close_arrivals()
+        if gradients.take(shard, param):
+            self.close_arrivals()
 
     def _check_frozen(self, fsdp_module: int) -> None:
         for name, param in self._frozen[fsdp_module]:

@@ -18,17 +18,16 @@ until the update has finished with the page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import record_function
 
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.content.layout import Layout, RangeBatch
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import Device, DeviceEvent
@@ -52,6 +51,17 @@ _TOGETHER = 4
 """Maximum number of ranges in one call of the optimizer on the CPU. More of them do not make a call faster, but take
 more temporary memory.
 """
+
+
+class _HandingOver(telling):
+    """Defer interrupts while an update is handed to the worker, because an interrupt would lose the update."""
+
+    def __enter__(self) -> None:
+        interrupts.begin(True)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        super().__exit__(kind, error, traceback)
+        interrupts.end(True)
 
 
 class _UpdateBatch(NamedTuple):
@@ -129,7 +139,7 @@ class Updates:
     def run_reduced(self) -> None:
         """Run the update in backward that was postponed until after this gather, if there is one."""
         if self._reduced >= 0:
-            with self._handing_over():
+            with _HandingOver(self._pager.fail):
                 fsdp_module, self._reduced = self._reduced, -1
                 self._run(fsdp_module, self.begun[fsdp_module])
 
@@ -176,12 +186,13 @@ class Updates:
     def run_pending(self, fsdp_module: int) -> None:
         """Run the update of an FSDP module that was left to the next forward, if it is still pending."""
         if fsdp_module in self._pending:
-            with self._handing_over():
+            with _HandingOver(self._pager.fail):
                 self._run(fsdp_module, self._pending.pop(fsdp_module))
 
     def run_due(self, gathered: int) -> None:
         """Run the pending update that is due after the gather of an FSDP module, if there is one."""
-        self.run_pending(self._due.get(gathered, -1))
+        if gathered in self._due:
+            self.run_pending(self._due[gathered])
 
     def run_left(self) -> None:
         """Run the pending updates of FSDP modules that this step did not gather, in order of gradient arrival."""
@@ -245,17 +256,11 @@ class Updates:
         kernel, whole = self.base_optimizer.kernel, self.whole
         return Update(self._layout, kernel, settings, self.scalars, self.step, own=own, whole=whole, **inputs)
 
-    @contextmanager
-    def _handing_over(self) -> Iterator[None]:
-        """Defer interrupts while an update is handed to the worker, because an interrupt would lose the update."""
-        with interrupts.held(), telling(self._pager.fail):
-            yield
-
     def _run(self, fsdp_module: int, update: Update, *, planned: bool = True) -> None:
         """Reserve the pages of an FSDP module, and submit its batches to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
         # If updates run on their own thread, this record in a profile covers only the submission of the update.
-        with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
+        with self._ledger.phase("update", name), torch_private.profiled(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
             batches = self._batches_of(fsdp_module, update.components)
             reservations = [

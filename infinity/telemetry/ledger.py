@@ -266,16 +266,20 @@ class Ledger:
     def _switch(self, phase: str, part: str) -> None:
         now = time.perf_counter()
         passed = now - self._since
-        self._phases[self._phase].add(passed)
         spent = self._part or _PART_OF[self._phase]
         self._spent[spent] += passed
+        if self._timeline is not None and spent == "compute" and not self._part:
+            self._timeline.span("thread", "compute", self._fsdp_module, self._since, now)
+        self._part, self._since = part, now
+        if phase != self._phase:
+            self._end_phase()
+            self._phase = phase
+
+    def _end_phase(self) -> None:
+        self._phases[self._phase].add(self._since - self._phase_since)
         if self._timeline is not None:
-            if spent == "compute" and not self._part:
-                self._timeline.span("thread", "compute", self._fsdp_module, self._since, now)
-            if phase != self._phase:
-                self._timeline.span("phase", self._phase, "", self._phase_since, now)
-                self._phase_since = now
-        self._phase, self._part, self._since = phase, part, now
+            self._timeline.span("phase", self._phase, "", self._phase_since, self._since)
+        self._phase_since = self._since
 
     def predicted(self, read: int, written: int) -> None:
         """Publish the plan's prediction of the NVMe bytes per step."""
@@ -359,10 +363,9 @@ class Ledger:
             self._begin_step(dict(self._moved))
 
     def _begin_step(self, moved: dict[str, int]) -> None:
-        if self._timeline is not None:
-            self._timeline.span("phase", self._phase, "", self._phase_since, self._since)
+        self._end_phase()
         self._moved_before, self._moving_before = moved, self._moving
-        self._step_start = self._phase_since = self._since
+        self._step_start = self._since
         self._spent = dict.fromkeys(PARTS, 0.0)
 
     def checkpointed(self, seconds: float) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "FSDPParam",
     "FSDPState",
     "ShardedState",
+    "TrainingState",
     "_current_graph_task_id",
     "_disabled_torch_function_impl",
     "_no_grad_trunc_normal_",
@@ -42,6 +43,7 @@ try:
     )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.init import _no_grad_trunc_normal_

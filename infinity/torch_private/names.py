@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,9 @@ ROOT = "root"
 
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
 """Value of `__torch_function__` for a tensor class that only implements `__torch_dispatch__`."""
+
+
+_NO_RANGE = nullcontext()
 
 
 # Attributes of FSDP2 objects that this module reads, by class. "a|b" means one of the two, depending on the release.
@@ -177,40 +181,37 @@ def is_sharded_module(module: nn.Module) -> bool:
 
 
 class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
-    """Hooks to call when a gradient has arrived: the existing ones, those registered later, and finally `last`."""
+    """Hooks to call when a gradient has arrived. The one with the key `LAST` stays the last one."""
 
-    def __init__(self, before: Any, last: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self._before = before  # not copied, because the user's handles remove hooks from this dictionary
-        self._last: list[Callable[[nn.Parameter], None]] = [last]
+    LAST = -1
 
-    def __bool__(self) -> bool:
-        return True
-
-    def values(self) -> Any:
-        return [*self._before.values(), *super().values(), *self._last]
-
-    def remove(self) -> None:
-        self._last.clear()
+    def __setitem__(self, key: int, hook: Callable[[nn.Parameter], None]) -> None:
+        super().__setitem__(key, hook)
+        if self.LAST in self:
+            self.move_to_end(self.LAST)
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Callable[[], object]:
     """Call `hook(param)` after a gradient has been reduced and all of the user's hooks have run.
 
     Hooks that the user registers later also run before `hook`.
 
     Returns:
-        A handle whose `remove` removes the hook.
+        A function that removes the hook.
     """
     hooks: Any = param
-    hooks._post_accumulate_grad_hooks = found = _Hooks(hooks._post_accumulate_grad_hooks or {}, hook)
-    return found
+    before, found = hooks._post_accumulate_grad_hooks, _Hooks()
+    if before:
+        # Not copied, because the user's handles remove hooks from this dictionary
 
+        def run_before(param: nn.Parameter) -> None:
+            for each in [*before.values()]:
+                each(param)
 
-def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
-    """Return the sharded gradient that FSDP2 constructs from its local part."""
-    gradient: DTensor = param.to_sharded_dtensor(local)
-    return gradient
+        found[_Hooks.LAST - 1] = run_before
+    found[_Hooks.LAST] = hook
+    hooks._post_accumulate_grad_hooks = found
+    return partial(found.pop, _Hooks.LAST, None)
 
 
 def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
@@ -501,39 +502,53 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-def backward_number() -> int:
-    """Return the id of the backward pass that is running on this thread, or -1 if none is running."""
-    return int(_current_graph_task_id())
+backward_number: Callable[[], int] = _current_graph_task_id
+"""Function that returns the id of the backward pass that is running on this thread, or -1 if none is running."""
 
 
 SANITIZER = "torch.cuda._sanitizer"
 """Name of the module that reads tensor addresses if `TORCH_CUDA_SANITIZER=1`."""
 
 
-def profiler_is_on() -> bool:
-    """Return whether a PyTorch profiler is recording.
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Return the profiler range `name`, or a context without effect if no PyTorch profiler is recording.
 
-    Callers check this first, because entering a profiler range takes as long as all other work for a small weight.
+    Entering a profiler range takes as long as all other work for a small weight.
     """
-    return torch.autograd.profiler._is_profiler_enabled
+    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_RANGE
 
 
-def local_gradient(param: nn.Parameter) -> torch.Tensor:
-    """Return the local part of a reduced gradient.
+def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Return the local part of each parameter's gradient; ``None`` if there is no gradient.
 
     Raises:
-        UnsupportedError: if the gradient and its parameter have different placements, so that their local parts do not
+        UnsupportedError: if a gradient and its parameter have different placements, so that their local parts do not
             match.
     """
-    grad = param.grad
-    if not isinstance(grad, DTensor):
-        return grad  # type: ignore[return-value]
-    if isinstance(param, DTensor) and grad._spec.placements != param._spec.placements:
-        raise UnsupportedError(
-            f"a gradient was assigned with placements {grad.placements}, but its parameter has {param.placements}; "
-            "assign grad.redistribute(param.device_mesh, param.placements)"
-        )
-    return grad._local_tensor
+    found: list[torch.Tensor | None] = []
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, DTensor):
+            if isinstance(param, DTensor) and grad._spec.placements != param._spec.placements:
+                raise UnsupportedError(
+                    f"a gradient was assigned with placements {grad.placements}, but its parameter has "
+                    f"{param.placements}; assign grad.redistribute(param.device_mesh, param.placements)"
+                )
+            grad = grad._local_tensor
+        found.append(grad)
+    return found
+
+
+def replace_local_gradient(param: nn.Parameter, local: torch.Tensor) -> None:
+    """Replace the gradient of a parameter with one whose local part is `local`.
+
+    The gradient is a new DTensor, because the existing one refers to the memory of its former local part. `__init__` of
+    DTensor only calls further Python functions, so it is skipped.
+    """
+    if isinstance(param.grad, DTensor):
+        param.grad = DTensor.__new__(DTensor, local, param.grad._spec, requires_grad=False)
+    else:
+        param.grad = sharded_like(param, local)
 
 
 def add_up_gradients(module: Any) -> None:

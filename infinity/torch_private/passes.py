@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from infinity.torch_private.imports import TrainingState
+
 
 def fsdp_states(model: nn.Module) -> list[Any]:
     """Return the state objects of all modules on which `fully_shard` was called."""
@@ -33,10 +35,10 @@ def initialize_state(module: Any) -> None:
 
 def backward_is_unfinished(states: Iterable[Any]) -> bool:
     """Return whether a backward pass has begun and its final callback has not run to the end."""
-    return any(
-        state._state_ctx.post_backward_final_callback_queued or state._training_state.name == "PRE_BACKWARD"
-        for state in states
-    )
+    for state in states:  # a loop without calls, because every forward runs it
+        if state._state_ctx.post_backward_final_callback_queued or state._training_state is TrainingState.PRE_BACKWARD:
+            return True
+    return False
 
 
 def can_reset_states(states: Iterable[Any]) -> bool:

@@ -589,7 +589,8 @@ def test_gradient_hook_runs_once_per_backward(model: nn.Module) -> None:
 
     def hook(name: str, param: nn.Parameter) -> None:
         arrived[name] = arrived.get(name, 0) + 1
-        equal.append(torch.equal(torch_private.local_gradient(param), wanted[name]))
+        (local,) = torch_private.local_gradients([param])
+        equal.append(torch.equal(local, wanted[name]))
         param.grad = None
 
     for name, param in model.named_parameters():
@@ -646,7 +647,7 @@ def test_gradient_hook_runs_after_user_hooks(model: nn.Module) -> None:
     first, second = [
         param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
     ]
-    handle = torch_private.on_gradient(param, lambda _: called.append("last"))
+    remove = torch_private.on_gradient(param, lambda _: called.append("last"))
     param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
 
     def call() -> list[str]:
@@ -658,27 +659,29 @@ def test_gradient_hook_runs_after_user_hooks(model: nn.Module) -> None:
     assert call() == ["one", "two", "three", "last"]
     first.remove()
     assert call() == ["two", "three", "last"]
-    handle.remove()
+    remove()
     second.remove()
     assert call() == ["three"]
 
 
 def test_gradients_are_sharded_like_the_parameter(model: nn.Module) -> None:
-    """`to_sharded_dtensor` and `DTensor.from_local`; FSDP2 adds to `grad._local_tensor` in place."""
+    """`DTensor.__new__` and `DTensor.from_local`; FSDP2 adds to `grad._local_tensor` in place."""
     models.loss_of(model, batch(model, 0)).backward()
-    for _, group in torch_private.parameter_groups(model):
-        for each in torch_private.fsdp_params(group):
-            param = each.sharded_param
-            wanted = torch_private.local_gradient(param).clone()
-            made = torch_private.sharded_gradient(each, wanted)
-            assert torch.equal(made.full_tensor(), param.grad.full_tensor())
-            like = torch_private.sharded_like(param, wanted.reshape(-1))
-            assert torch.equal(like.full_tensor(), param.grad.full_tensor())
-            param.grad = made
+    params_of_model = list(model.parameters())
+    wanted = [local.clone() for local in torch_private.local_gradients(params_of_model)]
+    for param, local in zip(params_of_model, wanted, strict=True):
+        like = torch_private.sharded_like(param, local.reshape(-1))
+        assert torch.equal(like.full_tensor(), param.grad.full_tensor())
+        torch_private.replace_local_gradient(param, local)
+        assert torch.equal(param.grad.full_tensor(), like.full_tensor())
+        assert param.grad.placements == param.placements
     models.loss_of(model, batch(model, 0)).backward()
-    for _, group in torch_private.parameter_groups(model):
-        for each in torch_private.fsdp_params(group):
-            assert torch_private.local_gradient(each.sharded_param).count_nonzero()
+    assert all(
+        local is before and local.count_nonzero()
+        for local, before in zip(torch_private.local_gradients(params_of_model), wanted, strict=True)
+    )
+    param.grad = None
+    assert torch_private.local_gradients([param]) == [None]
 
 
 def test_bookkeeping_attributes_of_optimizers_are_known() -> None:
