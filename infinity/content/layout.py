@@ -118,7 +118,7 @@ class Page:
     fixed: bool = False
     """Whether the page holds frozen parameters and is written only once."""
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Index after the last element in the segment."""
         return self.start + self.count

@@ -45,7 +45,7 @@ DAY = 86_400.0
 BEHIND = 2
 """Maximum number of FSDP modules whose gradients have been computed but not yet consumed by their update."""
 PASS_CALLS = 350
-MODULE_CALLS = 1225
+MODULE_CALLS = 1240
 GPU_RESIDENT_CALLS = 775
 ACCESS_CALLS = 245
 PAGE_CALLS = 180

@@ -75,7 +75,8 @@ class _Gather:
         """Weights that are in device memory during the current gather, flat, in the compute dtype, by shard. Empty if
         the weights are in the host cache.
         """
-        self._prefetched = False
+        self.prefetched = False
+        """``True`` if the weights of the current gather were prefetched."""
         self._held: AbstractContextManager[list[Content]] | None = None
         self._batch = -1  # number of the batch that is held
         self._contents: dict[int, Content] = {}  # contents of its pages, by page
@@ -83,8 +84,8 @@ class _Gather:
     def begin(self, *, planned: bool) -> None:
         """Begin to gather. `planned` is whether the gather belongs to a training step."""
         self.planned, self.inputs = planned, {}
-        self._prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
-        if self._prefetched:
+        self.prefetched = planned and self._opened.gpu_prefetcher.has(self.fsdp_module)
+        if self.prefetched:
             self.inputs = self._opened.gpu_prefetcher.weights(self.fsdp_module)
         elif planned and self._opened.pager.gpu_resident(self.fsdp_module):
             self._hold(tuple(dict.fromkeys(use for access, _ in self._weights.batches for use in access)))
@@ -116,12 +117,6 @@ class _Gather:
             contents = held.__enter__()
             self._held = held
         self._contents = {use.page: content for use, content in zip(uses, contents, strict=True)}
-
-    def end(self) -> None:
-        """End the gather after the last shard was copied."""
-        if self._prefetched:
-            self._opened.gpu_prefetcher.release(self.fsdp_module)
-        self.release()
 
     def release(self) -> None:
         """Release the pages and the device memory that are held. Idempotent."""
@@ -257,15 +252,16 @@ class ShardIO:
         return gather
 
     def _end_gather(self, gather: _Gather, opened: _OpenRun) -> None:
-        gather.end()
-        self._gather, self.inputs = None, {}
+        if gather.prefetched:
+            opened.gpu_prefetcher.release(gather.fsdp_module)
+        self._drop_gather()
         opened.ledger.copied(gather.nbytes)
         if gather.planned:
             with opened.ledger.part("python"):
                 opened.listener.gathered(gather.fsdp_module)
 
     def _drop_gather(self) -> None:
-        """End a gather that FSDP2 did not complete."""
+        """Release the gather in progress, even if FSDP2 did not complete it."""
         gather, self._gather, self.inputs = self._gather, None, {}
         if gather is not None:
             gather.release()

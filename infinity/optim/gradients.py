@@ -353,8 +353,8 @@ class Gradients:
             gradient.held = local.clone() if isinstance(local, PagedGradient) else local.contiguous()
             paged = PagedGradient.stored(gradient, local.shape, local.dtype, local.device)
             torch_private.replace_local_gradient(param, paged)
-            self._current[shard] = self._arrivals[shard] = gradient
             self.arriving = self._layout.shards[shard].fsdp_module
+            self._current[shard] = self._arrivals[shard] = gradient
             self._streams.add(self._device.current())
             self.changed = True
         return bool(self._arrivals) and len(self._arrivals) == self._trainable[self.arriving]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.content.encoding import decode, encode
-from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
+from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import (
     Content,
@@ -150,7 +150,7 @@ class RangePages:
 
         The number of elements must be a multiple of the block size of the encoding.
         """
-        stop, encoding = start + len(values), self.segment.format.encoded[name]
+        stop, encoding = start + values.numel(), self.segment.format.encoded[name]
         if (parts := self._parts(name, start, stop)) is None:
             values.copy_(self.decode(name, start, stop))
         else:
@@ -159,8 +159,8 @@ class RangePages:
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
         """Encode `values` if the section is encoded, and store them as its elements from `start` on."""
         encoding = self.segment.format.encoded.get(name)
-        whole_blocks = not len(values) % SHARD_ALIGNMENT
-        if encoding and whole_blocks and (parts := self._parts(name, start, start + len(values))) is not None:
+        whole_blocks = not values.numel() % SHARD_ALIGNMENT
+        if encoding and whole_blocks and (parts := self._parts(name, start, start + values.numel())) is not None:
             encode(values, encoding, step, parts)
             return
         for component, items in stored(self.segment.format, name, values, step):
@@ -169,15 +169,15 @@ class RangePages:
 
     def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor] | None:
         """Return views of all components of elements [start, stop), or ``None`` if a component spans several pages."""
-        found = [self._part(component, start, stop) for component in self.segment.format.components[name]]
-        parts = [part for part in found if part is not None]
-        return parts if len(parts) == len(found) else None
-
-    def _part(self, component: Component, start: int, stop: int) -> torch.Tensor | None:
-        for page, content in self.pages(component.role):
-            if page.start <= start and stop <= page.stop:
-                return component_of(content, page, component, start, stop)
-        return None
+        found = []
+        for component in self.segment.format.components[name]:
+            for page, content in self._held:
+                if page.role is component.role and page.start <= start and stop <= page.stop:
+                    found.append(component_of(content, page, component, start, stop))
+                    break
+            else:
+                return None
+        return found
 
     def replace_weights(self) -> None:
         """Write the weights that follow from the updated master, unless they are stored as a part of the master."""
