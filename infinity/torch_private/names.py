@@ -426,10 +426,10 @@ def supply_gather_input(param: Any, gather_input: Callable[[], torch.Tensor]) ->
     must return their tensor unchanged.
 
     Args:
-        param: FSDP2's `FSDPParam` object. If it is an instance of a subclass, it is not changed.
+        param: FSDP2's `FSDPParam` object. If it is an instance of another subclass, it is not changed.
         gather_input: function that returns the flat, padded input in the compute dtype.
     """
-    if type(param) is FSDPParam:
+    if type(param) in (FSDPParam, _SuppliedParam):
         param.__class__ = _SuppliedParam
         vars(param)["gather_input"] = gather_input
 

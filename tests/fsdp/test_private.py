@@ -393,6 +393,8 @@ def test_gather_input_is_supplied_from_the_second_gather_on(model: nn.Module) ->
         assert gathered.shape == torch_private.full_shape(param)
         assert (gathered == number).all()
     block.reshard()
+    torch_private.supply_gather_input(param, lambda: torch.zeros_like(supply(-1, param)))
+    assert not param.all_gather_inputs[0].any(), "a later function replaces an earlier one"
     assert all(each.untyped_storage().size() == 0 for param in params_of_block for each in param.all_gather_outputs)
 
 
