@@ -7,7 +7,7 @@
 The script measures three corpora: docstrings and comments of the packages, strings that people see (messages, help
 texts), and Markdown. A marker is a turn of phrase that is rare in well-known projects of the field, and a limit is its
 density per 10,000 words. The counts are a smoke detector: replacing one odd word with another does not make a sentence
-idiomatic. Rewrite the sentence instead. ``[tool.prose]`` in pyproject.toml excludes files that will be deleted.
+idiomatic. Rewrite the sentence instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import re
 import sys
 import sysconfig
 import tokenize
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -81,13 +80,9 @@ def count(texts: list[str]) -> tuple[int, Counter[str]]:
     return sum(len(text.split()) for text in texts), found
 
 
-EXCLUDED: list[str] = []  # patterns of paths relative to the checkout
-
-
 def modules(root: Path) -> list[Path]:
-    """Return the Python files below a folder, except the excluded ones."""
-    files = [f for f in sorted(root.rglob("*.py")) if "tests" not in f.relative_to(root).parts]
-    return [f for f in files if not any(f.match(pattern) for pattern in EXCLUDED)]
+    """Return the Python files below a folder, except tests."""
+    return [f for f in sorted(root.rglob("*.py")) if "tests" not in f.relative_to(root).parts]
 
 
 def corpus(roots: list[Path]) -> tuple[list[str], list[str], list[str]]:
@@ -120,7 +115,6 @@ def main() -> int:
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N files with most markers")
     options = parser.parse_args()
     root = options.root
-    EXCLUDED[:] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["prose"]["exclude"]
     own = corpus([root / name for name in PACKAGES])
     pages = [markdown(f.read_text()) for f in [*sorted((root / "docs").rglob("*.md")), *root.glob("*.md")]]
     columns = {"docstrings, comments": own[0] + own[1], "messages, help": own[2], "Markdown": pages}
