@@ -13,6 +13,7 @@ import torch
 import infinity
 from infinity.content.encoding import decode, encode
 from infinity.content.format import FORMATS, SHARD_ALIGNMENT, StateFormat
+from infinity.content.spans import full_spans
 from infinity.errors import ConfigError
 from infinity.formats.dcp import export_dcp
 from support import models
@@ -274,7 +275,8 @@ def test_exports_of_encoded_states_are_decoded(name: str, tmp_path: Path) -> Non
             full = reader.read(index, section)
             assert full.dtype == reader.dtype(index, section) == torch.float32
             assert torch.equal(full.reshape(-1), expected[spec.names[0]][section])
-            assert torch.equal(reader.read(index, section, rows=(1, spec.shape[0])), full[1:])
+            spans = (((1, spec.shape[0]),), *full_spans(spec.shape)[1:])
+            assert torch.equal(reader.read(index, section, spans=spans), full[1:])
     export_dcp(reader, tmp_path / "dcp")
     weights = tmp_path / "dcp"
     model = models.build("toy", meta=True)
