@@ -229,7 +229,7 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
                 if ignored:
                     total = norm = self._with_norm_of(ignored, norm, norm_type)
                 if error_if_nonfinite and not norm.isfinite():
-                    raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
+                    raise RuntimeError(f"the total norm of order {norm_type} of the gradients is non-finite")
                 for params in (ignored, *of_mesh.values()):
                     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
         ledger.clipped(value := norm.item())

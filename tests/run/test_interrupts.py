@@ -197,7 +197,7 @@ def test_ctrl_c_does_not_split_an_update(
     with optimizer:
         losses = [step(model, optimizer, number) for number in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(updates, "record_function", interrupt_at_call(updates.record_function, at))
+            patch.setattr(updates.Updates, "_copies", interrupt_at_call(updates.Updates._copies, at))
             if update_schedule == "in_forward":
                 with pytest.raises(KeyboardInterrupt):
                     models.loss_of(model, batch(model, 2))
@@ -226,7 +226,7 @@ def test_exception_inside_an_update_invalidates_the_run(
 
     model, optimizer = paged(tmp_path, update_schedule)
     train(model, optimizer, 2)
-    monkeypatch.setattr(updates, "record_function", fail)
+    monkeypatch.setattr(updates.Updates, "_copies", fail)
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, 2)
     monkeypatch.undo()
