@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import struct
 import time
 from bisect import bisect_right
 from collections import deque
@@ -124,7 +125,13 @@ class Pull:
     @property
     def waited(self) -> float:
         """Seconds since the last progress."""
-        return time.monotonic() - self._moved
+        return max(0.0, time.monotonic() - self._moved)
+
+    async def _paced(self, nbytes: int) -> None:
+        """Wait as long as the rate requires for a number of bytes. This time does not count as a stall."""
+        delay = self._pace.delay(nbytes)
+        self._moved = time.monotonic() + delay
+        await asyncio.sleep(delay)
 
     async def run(self) -> None:
         """Copy all parts.
@@ -213,7 +220,7 @@ class Pull:
         """Return the cells of the complete copy in the parity file and their checksums, or nothing if there is none."""
         if (index := self._index()) is None:
             return {}
-        with suppress(CheckpointError, OSError, ValueError):
+        with suppress(CheckpointError, OSError, ValueError, struct.error):
             streams = []
             for name in (peer.manifest for peer in index.peers):
                 content = read_own(self._folder / name, MAX_MANIFEST_BYTES)
@@ -285,7 +292,7 @@ class Pull:
         await self._in_thread(write_own, file, b"")
         for offset in range(0, size, self._step):
             length = min(self._step, size - offset)
-            await asyncio.sleep(self._pace.delay(length))
+            await self._paced(length)
             await self._ask(channel, op="read", file=kind, offset=offset, length=length)
             data = await self._answer(peer, channel, length)
             await self._in_thread(_change, file, data, offset)
@@ -299,7 +306,7 @@ class Pull:
         await self._in_thread(self._continue)
         for cell in islice(self._cells, self._recorded, None):
             if (expected := self._earlier.get(cell)) is not None:
-                await asyncio.sleep(self._pace.delay(cell.stop - cell.start))
+                await self._paced(cell.stop - cell.start)
                 found = await self._in_thread(_checksum_on_drive, descriptor, cell.start, cell.stop)
                 self._moved = time.monotonic()
                 if found == expected:
@@ -374,12 +381,12 @@ class Pull:
                 if piece.start:
                     offsets[piece.page] = at, piece.version.extent.length
         for at, nbytes in offsets.values():
-            await asyncio.sleep(self._pace.delay(nbytes))
+            await self._paced(nbytes)
             await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
             await self._answer(link.peer, link.channel, 0)
 
     async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
-        await asyncio.sleep(self._pace.delay(sum(link.length(at, step) for link in links)))
+        await self._paced(sum(link.length(at, step) for link in links))
         for link in links:
             if count := link.length(at, step):
                 await self._ask(link.channel, op="read", file="pages", offset=link.start + at, length=count)
@@ -465,6 +472,7 @@ def _checksum_on_drive(descriptor: int, start: int, stop: int) -> int | None:
     """Return the checksum of a cell of a parity file, or None if it cannot be read."""
     digest, at = xxhash.xxh3_64(seed=start), start
     with suppress(OSError):
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)  # not the page cache
         while at < stop and (data := os.pread(descriptor, min(stop - at, MAX_DATA_BYTES), at)):
             digest.update(data)
             at += len(data)

@@ -17,6 +17,7 @@ from infinity.content.spans import Ranges, Spans, sizes_of
 from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
+_MOST_BLOCKS = 1 << 12  # blocks of adjacent elements that the spans of a slice form
 _MOST_PAGES = 1 << 22  # 16 TiB per rank in pages of 4 MiB; larger layouts are rejected
 
 
@@ -149,13 +150,18 @@ def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> 
     if len(set(names)) != len(names):
         raise ValueError("tensors: duplicate name")
     for tensor, shard in zip(tensors, shards, strict=True):
+        blocks = math.prod(map(len, tensor.spans))
         inside = len(tensor.spans) == len(tensor.shape) and all(map(_inside, tensor.spans, tensor.shape))
         countable = math.prod(max(1, size) for size in tensor.shape) <= MOST
-        if not (inside and countable) or tensor.held != shard.numel or tensor.names[0] != shard.name:
+        if (
+            not (inside and countable and blocks <= _MOST_BLOCKS)
+            or tensor.held != shard.numel
+            or tensor.names[0] != shard.name
+        ):
             raise ValueError(f"tensors: {brief(tensor.names[0])} does not match its shard")
 
 
 def _inside(ranges: Ranges, size: int) -> bool:
-    """Return whether ranges are in order, within a dimension of the given size."""
+    """Return whether ranges are in order, separate, not empty and within a dimension of the given size."""
     bounds = [bound for each in ranges for bound in each]
-    return bounds == sorted(bounds) and bounds[-1] <= size
+    return ranges == ((0, 0),) or (bounds == sorted(set(bounds)) and bounds[-1] <= size)

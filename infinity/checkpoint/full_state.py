@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.description import TensorSpec
-from infinity.content.spans import Spans, tile
+from infinity.content.spans import Spans, sizes_of, tile
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
@@ -76,8 +77,10 @@ def owners_of(specs: Mapping[int, TensorSpec], run_id: str) -> dict[Spans, int]:
         if other.held:
             owners.setdefault(other.spans, rank)
     if not tile(spec.shape, owners):
+        held = sum(math.prod(sizes_of(spans)) for spans in owners)
+        problem = f"hold {held} of {spec.parameters} elements" if held < spec.parameters else "overlap"
         raise CheckpointError(
-            f"{spec.names[0]} of run {run_id}: the slices of ranks {sorted(owners.values())} do not form the full "
-            f"parameter of shape {spec.shape}"
+            f"{spec.names[0]} of run {run_id}: the slices of ranks {sorted(owners.values())} {problem}; make the files "
+            "of all ranks available"
         )
     return owners

@@ -44,7 +44,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import Version
 from infinity.untrusted_files import read_regular
 
-FORMAT = 3
+FORMAT = 4
 _MOST = 1 << 30  # maximum bytes of a manifest, which uses about 100 per page; larger files are not read into memory
 MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.([0-9a-f]{24})\.json", re.ASCII)

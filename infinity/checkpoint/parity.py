@@ -30,7 +30,6 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -305,19 +304,28 @@ class Parity(NamedTuple):
     contents: ParityIndex
 
 
-def parities_in(roots: Iterable[Path]) -> list[Parity]:
-    """Return the complete parity files of a run, in order of their names. Files without a valid index are ignored.
+def parities_in(roots: Iterable[Path], damaged: dict[Path, tuple[int, str]] | None = None) -> list[Parity]:
+    """Return the complete parity files of a run, in order of their names.
 
     Args:
         roots: run folders on this node.
+        damaged: receives the rank and the reason for every file that is ignored because it is too short, or because its
+            index is damaged. An interrupted copy has no index.
     """
-    found = []
+    found, ignored = [], {} if damaged is None else damaged
     for target in sorted(file for root in roots for file in (root / FOLDER).glob("rank*.?")):
         if match := _NAME.fullmatch(target.name):
-            with suppress(CheckpointError):
+            rank = int(match[1])
+            try:
                 index = read_index(target)
-                if target.stat().st_size >= index.length:
-                    found.append(Parity(int(match[1]), target, index))
+            except CheckpointError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    ignored[target] = rank, str(error)
+                continue
+            if (size := target.stat().st_size) >= index.length:
+                found.append(Parity(rank, target, index))
+            else:
+                ignored[target] = rank, f"it has {size} bytes instead of {index.length}"
     return found
 
 

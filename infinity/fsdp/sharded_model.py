@@ -352,7 +352,10 @@ def local_spans(param: Any) -> Spans:
 def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a full parameter, flat and without padding."""
     spans = local_spans(param)
+    parts = [*overlaps(full_spans(whole.shape), spans)]
+    if len(parts) == 1:
+        return whole[parts[0][0]].reshape(-1)
     held = whole.new_empty(sizes_of(spans))
-    for source, target in overlaps(full_spans(whole.shape), spans):
+    for source, target in parts:
         held[target] = whole[source]
     return held.reshape(-1)

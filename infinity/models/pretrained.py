@@ -60,7 +60,8 @@ def from_config(
         reshard_after_forward: See `fully_shard`; an ``int`` is not supported. Default: layers are resharded after
             forward, and the root is not.
         distributed_config: A transformers `DistributedConfig`. transformers then shards the model itself, with FSDP,
-            HSDP, tensor and expert parallelism, and `mp_policy`, `mesh` and `reshard_after_forward` cannot be set.
+            HSDP, tensor and expert parallelism, and `adapters`, `quantization`, `mp_policy`, `mesh` and
+            `reshard_after_forward` cannot be set. The model computes in `dtype`, unless ``fsdp_mixed_precision=True``.
         activation_checkpointing: Whether layers recompute their activations in backward. Leave it off when you use
             `infinity.micro_batches`, which always recomputes them.
         attn_implementation: Attention implementation that transformers uses, such as ``"sdpa"``.
@@ -82,6 +83,15 @@ def from_config(
         >>> config = transformers.AutoConfig.from_pretrained("Qwen/Qwen3-8B")
         >>> model = infinity.from_config(config, auto_class="AutoModelForCausalLM")
     """
+    other = {
+        "adapters": adapters, "quantization": quantization, "mp_policy": mp_policy, "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+    }  # fmt: skip
+    if distributed_config is not None and (named := [name for name, value in other.items() if value is not None]):
+        raise ConfigError(
+            f"{' and '.join(named)} cannot be combined with distributed_config; leave out one of them (the sizes, "
+            "fsdp_plan and fsdp_mixed_precision of distributed_config set the mesh, resharding and mixed precision)"
+        )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported: with an integer, part of all gathered "
@@ -95,11 +105,6 @@ def from_config(
     if adapters is not None:
         model = with_adapters(model, adapters)
     if distributed_config is not None:
-        if (mp_policy, mesh, reshard_after_forward) != (None, None, None):
-            raise ConfigError(
-                "mp_policy, mesh and reshard_after_forward cannot be combined with distributed_config, which sets "
-                "them; use its fsdp_mixed_precision, sizes and fsdp_plan"
-            )
         return shard_with_transformers(model, distributed_config, activation_checkpointing=activation_checkpointing)
     chosen = default_mesh() if mesh is None else mesh
     shard(

@@ -127,6 +127,11 @@ def shard_with_transformers(model: Any, config: Any, *, activation_checkpointing
         model = cls.maybe_distribute_model(model, config, meshes)
     except Exception as error:  # transformers raises various exceptions
         raise ConfigError(f"transformers cannot shard {cls.__name__}: {one_line(error)}") from error
+    if not torch_private.is_sharded_module(model):
+        raise ConfigError(
+            f"transformers does not call fully_shard with fsdp_size={config.fsdp_size} and "
+            f"dp_replicate_size={config.dp_replicate_size}; set one of them to more than 1"
+        )
     register_generate(model)
     reject_resizing(model)
     return model

@@ -105,7 +105,7 @@ class LiveState(FullState):
                 return part.view(spec.shape), part
             whole = torch.empty(spec.shape, dtype=part.dtype)
             fill(whole, mine, part)
-            largest = max(math.prod(sizes_of(spans)) for spans in owners) * part.itemsize
+            largest = max((math.prod(sizes_of(spans)) for spans in owners), default=0) * part.itemsize
             return whole, torch.empty(largest, dtype=torch.uint8, device=self._wire)
 
         whole, buffer = self._together(index, prepare)

@@ -224,12 +224,12 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
                 if isinstance(grad := param.grad, DTensor):
                     of_mesh.setdefault(grad.device_mesh, []).append(param)
             with ledger.part("collective" if self._run.ranks.world_size > 1 else "update"):
-                total, norm = _total_norm(of_mesh.values(), norm_type)
+                total, norm = _total_norm(of_mesh.values(), norm_type, error_if_nonfinite)
                 ignored = list(self._own.in_memory.ignored.values())
                 if ignored:
                     total = norm = self._with_norm_of(ignored, norm, norm_type)
-                if error_if_nonfinite and not norm.isfinite():
-                    raise RuntimeError(f"the total norm of order {norm_type} of the gradients is non-finite")
+                    if error_if_nonfinite and not norm.isfinite():
+                        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite")
                 for params in (ignored, *of_mesh.values()):
                     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
         ledger.clipped(value := norm.item())
@@ -609,14 +609,16 @@ class PagedOptimizer(NotCopied, torch.optim.Optimizer):
         return bool(getattr(self._base_optimizer, "_step_supports_amp_scaling", False))
 
 
-def _total_norm(meshes: Collection[Sequence[nn.Parameter]], norm_type: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _total_norm(
+    meshes: Collection[Sequence[nn.Parameter]], norm_type: float, error_if_nonfinite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the total norm of gradients, as `torch.nn.utils.get_total_norm` returns it, and as a plain tensor.
 
     Args:
         meshes: Parameters of each device mesh, all of which have gradients.
     """
     grads = [[param.grad for param in params if param.grad is not None] for params in meshes] or [[]]
-    totals = [torch.nn.utils.get_total_norm(of_mesh, norm_type) for of_mesh in grads]
+    totals = [torch.nn.utils.get_total_norm(of_mesh, norm_type, error_if_nonfinite) for of_mesh in grads]
     norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
     if len(norms) == 1:
         return totals[0], norms[0]

@@ -199,11 +199,14 @@ class PretrainedFolder(FirstValues):
     def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
         (source,) = self._made_by[name].sources
         shape, full = self._files.tensors[source].shape, torch_private.full_shape(member.param)
-        spans = local_spans(member.param)
-        held = torch.empty(sizes_of(spans), dtype=member.param.sharded_param.dtype)
-        for bounds, target in overlaps(full_spans(shape), spans):
+        spans, dtype = local_spans(member.param), member.param.sharded_param.dtype
+        complete, parts = full == shape, [*overlaps(full_spans(shape), spans)]
+        if complete and len(parts) == 1:  # the slice is not copied
+            return reader(source, parts[0][0]).reshape(-1).to(dtype)
+        held = torch.empty(sizes_of(spans), dtype=dtype)
+        for bounds, target in parts:
             held[target] = reader(source, bounds)
-        if not shape or full[0] == shape[0]:
+        if complete:
             return held.reshape(-1)
         added = (((shape[0], full[0]),), *full_spans(full)[1:])  # new tokens of a larger vocabulary
         for bounds, target in overlaps(added, spans):

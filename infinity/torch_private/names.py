@@ -190,6 +190,9 @@ class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
         if self.LAST in self:
             self.move_to_end(self.LAST)
 
+    def values(self) -> Any:
+        return [*super().values()]  # a copy, because a hook may remove itself while FSDP2 iterates
+
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Callable[[], object]:
     """Call `hook(param)` after a gradient has been reduced and all of the user's hooks have run.

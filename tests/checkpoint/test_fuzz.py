@@ -369,7 +369,7 @@ FORGED = {
     "more parts": (_set("parts", to=lambda parts: parts * 2), "2 parts for 1 ranks"),
     "host with a control character": (_set("parts", 0, 0, to="a\nb"), r"parts\.0\.0 = 'a\\nb' must be a string"),
     "different run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
-    "different format": (_set("format", to=1), r"has format 1\b.*\b3\b"),
+    "different format": (_set("format", to=1), r"has format 1\b.*\b4\b"),
     "boolean format": (_set("format", to=True), "has format True"),
     "unknown path": (_set("pages", "0", 0, to=1), r"page 0 .*\bpath 1\b"),
     "unaligned offset": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),
@@ -398,6 +398,7 @@ FORGED = {
     "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
     "different shape": (_set("description", "tensors", 0, "shape", to=[3, 5]), "tensors: .*shard"),
     "other spans": (_set("description", "tensors", 0, "spans", to=[[[0, 1]]]), "tensors: .*shard"),
+    "empty ranges": (_set("description", "tensors", 0, "spans", 0, to=[[0, 0], [0, 8]]), "tensors: .*shard"),
     "spans out of order": (_set("description", "tensors", 0, "spans", 0, to=[[4, 8], [0, 4]]), "tensors: .*shard"),
     "duplicate name": (
         lambda body: body["description"]["tensors"][0]["names"].append("head.bias"),

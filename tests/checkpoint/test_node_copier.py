@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from infinity.checkpoint.copier import Copier, Progress
 from infinity.checkpoint.manifest import CheckpointName, Manifest, published_in, read_manifest
 from infinity.checkpoint.node_copier import NodeCopier
-from infinity.checkpoint.parity import Stream, cells_of, parities_in, peers_of, remove_index
+from infinity.checkpoint.parity import INDEX_NAME, Stream, cells_of, folder_of, parities_in, peers_of, remove_index
 from infinity.config import RunConfig
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
@@ -149,12 +149,27 @@ def test_verify_and_scrub_name_a_damaged_copy(
         assert status == 1
         assert "step 2: the copy of rank 1 on node1 that rank 0 stores is damaged" in output
         assert reason in output
-        assert "if this node is lost, step 2 cannot be computed" in output
+        assert "if this node is lost, its files cannot be computed from this copy" in output
         assert "pages are intact" in output
         assert "which copies on this host can replace" not in output
     status, output = command("store", "verify", nvme, "--json")
     (found,) = json.loads(output)["copies"]
     assert (status, found["peers"], found["path"], bool(found["problem"])) == (1, [1], str(parity.target), True)
+
+
+@pytest.mark.parametrize("damage", ["index", "length"])
+def test_verify_names_a_copy_without_a_valid_index(
+    damage: str, copied: tuple[Path, list[State]], tmp_path: Path
+) -> None:
+    nvme = shutil.copytree(copied[0] / "node0/nvme0", tmp_path / "nvme0")
+    (parity,) = parities_in(nvme.glob("*/"))
+    if damage == "index":
+        flip(folder_of(parity.target) / INDEX_NAME, 40)
+    else:
+        os.truncate(parity.target, parity.contents.length - 1)
+    status, output = command("store", "verify", nvme)
+    assert status == 1
+    assert f"unknown step: the copy of other ranks that rank 0 stores is damaged: {parity.target}" in output
 
 
 def test_copy_that_a_live_run_replaces_is_not_damaged(copied: tuple[Path, list[State]], tmp_path: Path) -> None:

@@ -661,6 +661,8 @@ def test_gradient_hook_runs_after_user_hooks(model: nn.Module) -> None:
     assert call() == ["one", "two", "three", "last"]
     first.remove()
     assert call() == ["two", "three", "last"]
+    once = param.register_post_accumulate_grad_hook(lambda _: once.remove())
+    assert call() == call() == ["two", "three", "last"]
     remove()
     second.remove()
     assert call() == ["three"]

@@ -204,7 +204,9 @@ def test_checkpoint_is_read_on_any_mesh(
     [
         ({"tie_word_embeddings": True}, {}, r"lm_head\.weight is tied .* leave out distributed_config"),
         ({}, {"reshard_after_forward": True}, "cannot be combined with distributed_config"),
+        ({}, {"adapters": object()}, "adapters cannot be combined with distributed_config"),
         ({}, {"distributed_config": {"ep_size": 3}}, "transformers cannot shard LlamaForCausalLM: .*ep_size"),
+        ({}, {}, "fsdp_size=1 and dp_replicate_size=1; set one of them to more than 1"),
     ],
 )
 def test_unsupported_arguments_raise(values: dict[str, Any], arguments: dict[str, Any], message: str) -> None:

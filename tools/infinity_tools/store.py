@@ -183,13 +183,14 @@ def _check(
 
 def _report_copies(console: Console, copies: Sequence[StoredCopy]) -> None:
     for copy in copies:
-        what = f"  step {copy.step}: the copy of {copy.located} that rank {copy.rank} stores"
+        step = "unknown step" if copy.step is None else f"step {copy.step}"
+        what = f"  {step}: the copy of {copy.located} that rank {copy.rank} stores"
         if not copy.problem:
             console.print(f"{what} is intact", soft_wrap=True, markup=False)
             continue
         console.print(f"{what} is damaged: {copy.path}: {copy.problem}", style="bold red", soft_wrap=True, markup=False)
         lost = "one of these nodes" if " and " in copy.located else "this node"
-        text = f"  if {lost} is lost, step {copy.step} cannot be computed; copies of later checkpoints replace this one"
+        text = f"  if {lost} is lost, its files cannot be computed from this copy; later copies replace it"
         console.print(text, style="yellow", soft_wrap=True, markup=False)
 
 

@@ -119,12 +119,12 @@ class BadPage:
 class StoredCopy:
     """Copy of parts of the files of ranks on other nodes, for one checkpoint. [Note: copies on other nodes]"""
 
-    step: int
-    """Step of the checkpoint."""
+    step: int | None
+    """Step of the checkpoint. ``None`` if it is unknown, because the index of the copy is damaged."""
     rank: int
     """Rank that stores the copy."""
     peers: tuple[int, ...]
-    """Ranks whose parts are copied."""
+    """Ranks whose parts are copied, as far as they are known."""
     located: str
     """These ranks, and the hosts that wrote their files."""
     path: str
@@ -319,7 +319,13 @@ class Check:
         self.pages = len(self._work)
         self._held = {checkpoint.held.name.identity: checkpoint.held for checkpoint in run.checkpoints}
         # Copies of other checkpoints are not used, for example because the run went back to an earlier one.
-        self._parities = [each for each in parities_in(run.folder.roots) if each.contents.identity in self._held]
+        damaged: dict[Path, tuple[int, str]] = {}
+        parities = parities_in(run.folder.roots, damaged)
+        self._parities = [each for each in parities if each.contents.identity in self._held]
+        self.copies += [
+            StoredCopy(step=None, rank=rank, peers=(), located="other ranks", path=str(target), problem=problem)
+            for target, (rank, problem) in damaged.items()
+        ]
         self.nbytes = sum(version.extent.length for _, _, version in self._work)
         self.nbytes += sum(parity.contents.length for parity in self._parities)
 
