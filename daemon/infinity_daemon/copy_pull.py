@@ -114,6 +114,7 @@ class Pull:
         total = min(job.rate or MAX_DATA_BYTES, MAX_DATA_BYTES)
         self._step = max(total // len(job.contributors) // 4096 * 4096, 4096)
         self._moved = time.monotonic()  # time of the last progress
+        self._verified: set[tuple[int, int]] = set()  # rank and index of pages that their peers have verified
         self._manifests: dict[int, Manifest] = {}  # manifests whose files are complete, by rank
         self._earlier: dict[Cell, int] = {}  # cells of the complete copy in the parity file, and their checksums
         self._cells: Sequence[Cell] = ()
@@ -130,7 +131,7 @@ class Pull:
     async def _paced(self, nbytes: int) -> None:
         """Wait as long as the rate requires for a number of bytes. This time does not count as a stall."""
         delay = self._pace.delay(nbytes)
-        self._moved = time.monotonic() + delay
+        self._moved = min(self._moved, time.monotonic()) + delay
         await asyncio.sleep(delay)
 
     async def run(self) -> None:
@@ -378,12 +379,14 @@ class Pull:
         offsets = {}
         for at in {min(link.start + end, link.stop) for ends in self._left() for end in ends}:
             for piece in link.stream.pieces(at, min(at + 1, link.stream.length)):
-                if piece.start:
+                if piece.start and (link.peer.rank, piece.page) not in self._verified:
                     offsets[piece.page] = at, piece.version.extent.length
-        for at, nbytes in offsets.values():
+        for page, (at, nbytes) in offsets.items():
             await self._paced(nbytes)
             await self._ask(link.channel, op="verify", file="pages", offset=at, length=1)
             await self._answer(link.peer, link.channel, 0)
+            self._verified.add((link.peer.rank, page))
+            self._moved = time.monotonic()
 
     async def _request(self, links: Sequence[_Link], at: int, step: int) -> None:
         await self._paced(sum(link.length(at, step) for link in links))
