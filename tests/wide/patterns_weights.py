@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from support.loop_pattern import BETWEEN, EARLY, UPDATE_SCHEDULE, Loop, pattern
+from support.loop_pattern import BETWEEN, EARLY, Loop, pattern
 
 
 @pattern("weights, their norms and their sizes read between steps")
@@ -47,7 +47,7 @@ def weight_penalty(loop: Loop) -> None:
         (loss + 1e-3 * penalty).backward()
 
 
-@pattern("a weight penalty alone: backward without forward", early_error=UPDATE_SCHEDULE)
+@pattern("a weight penalty alone: backward without forward")
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for _ in loop.forwards(optimizer):
