@@ -13,7 +13,7 @@ from typing import Any
 
 from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
 from infinity.content.layout import RANGE_ALIGNMENT, FSDPModuleSpec, Layout, ShardSpec, build_layout
-from infinity.content.spans import Ranges, Spans, sizes_of
+from infinity.content.spans import Ranges, Spans, numel
 from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
@@ -40,7 +40,7 @@ class TensorSpec:
     @property
     def held(self) -> int:
         """Number of elements of the slice that this rank holds."""
-        return math.prod(sizes_of(self.spans))
+        return numel(self.spans)
 
 
 _SIZE = integer(0, 1 << 48)

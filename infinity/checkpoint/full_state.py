@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.description import TensorSpec
-from infinity.content.spans import Spans, sizes_of, tile
+from infinity.content.spans import Spans, numel, tile
 from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
 
@@ -77,7 +76,7 @@ def owners_of(specs: Mapping[int, TensorSpec], run_id: str) -> dict[Spans, int]:
         if other.held:
             owners.setdefault(other.spans, rank)
     if not tile(spec.shape, owners):
-        held = sum(math.prod(sizes_of(spans)) for spans in owners)
+        held = sum(map(numel, owners))
         problem = f"hold {held} of {spec.parameters} elements" if held < spec.parameters else "overlap"
         raise CheckpointError(
             f"{spec.names[0]} of run {run_id}: the slices of ranks {sorted(owners.values())} {problem}; make the files "

@@ -25,6 +25,11 @@ def sizes_of(spans: Spans) -> tuple[int, ...]:
     return tuple(sum(last - first for first, last in ranges) for ranges in spans)
 
 
+def numel(spans: Spans) -> int:
+    """Return the number of elements of a slice."""
+    return math.prod(sizes_of(spans))
+
+
 def chunk(spans: Spans, dim: int, index: int, count: int, parts: int = 1) -> Spans:
     """Return one of the slices into which `torch.chunk` divides a slice.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from infinity import torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.full_state import FullState, owners_of
 from infinity.content.format import MASTER
-from infinity.content.spans import Spans, full_spans, overlaps, sizes_of
+from infinity.content.spans import Spans, full_spans, numel, overlaps, sizes_of
 from infinity.content.views import torch_dtype
 from infinity.errors import LostRankError
 from infinity.formats.companions import keep_configs
@@ -105,13 +104,13 @@ class LiveState(FullState):
                 return part.view(spec.shape), part
             whole = torch.empty(spec.shape, dtype=part.dtype)
             fill(whole, mine, part)
-            largest = max((math.prod(sizes_of(spans)) for spans in owners), default=0) * part.itemsize
+            largest = max(map(numel, owners), default=0) * part.itemsize
             return whole, torch.empty(largest, dtype=torch.uint8, device=self._wire)
 
         whole, buffer = self._together(index, prepare)
         for spans, rank in owners.items():
             if rank != self._run.ranks.rank:
-                sent = buffer[: math.prod(sizes_of(spans)) * whole.itemsize]
+                sent = buffer[: numel(spans) * whole.itemsize]
                 self._run.ranks.receive(sent, rank)
                 fill(whole, spans, sent.cpu().view(whole.dtype))
         return whole

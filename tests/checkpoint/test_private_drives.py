@@ -338,7 +338,7 @@ def test_replicas_of_a_mixed_mesh_are_unknown() -> None:
 
 
 def test_ranks_that_run_on_other_hosts_copy_their_state(sharded: Path, pair: RankPool, tmp_path: Path) -> None:
-    """The result equals resuming in the original order. The files for exports are those of the first node."""
+    """The result equals resuming in the original order. The files for exports come from the first node."""
     for name in ("node0", "node1"):
         shutil.copytree(sharded / name, tmp_path / name)
         (run,) = (tmp_path / name / "nvme0").glob("*/")

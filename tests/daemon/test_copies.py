@@ -421,7 +421,7 @@ def later(ranks, changed, slot="a"):
 
 
 def bytes_to_send(ranks, rank, nodes, changed):
-    """Return the number of bytes that a rank needs: where the part of any peer has changed, those of all of them."""
+    """Return the number of bytes that a rank receives: those of all peers where the part of any has changed."""
     by_rank, columns = {each.rank: (each, pages) for each, pages in zip(ranks, changed, strict=True)}, {}
     for part, (peer, pages) in enumerate(map(by_rank.get, peers_of(list(by_rank), rank.rank, nodes))):
         start, stop = part_range(len(peer.stream), nodes, part)
@@ -467,7 +467,7 @@ def test_only_changes_are_sent(tmp_path, nodes, sizes):
     ],
 )
 def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog, monkeypatch):
-    """One of 20 pages has changed, and another one, or what is known about all of them, has been damaged since."""
+    """One of 20 pages has changed since the last copy. Another one, or the information about all, is damaged."""
     ranks = [Rank(tmp_path / str(rank), rank, 20) for rank in range(2)]
     run(copied(ranks, 2))
     target = ranks[0].target
@@ -502,9 +502,8 @@ def test_damaged_cells_are_replaced(tmp_path, damage, sent, caplog, monkeypatch)
     check_copy(ranks, ranks[0], 2)
 
 
-@with_pair
-async def test_nothing_is_skipped_after_an_interruption(pair, monkeypatch):
-    """The interrupted copy may have written bytes of another checkpoint."""
+async def second_copy(pair, monkeypatch):
+    """Copy a checkpoint, and start to copy the next one, in which two pages have changed. Return its blocked gate."""
     await pair.serve()
     await pair.copy()
     await pair.holder.ended()
@@ -513,6 +512,13 @@ async def test_nothing_is_skipped_after_an_interruption(pair, monkeypatch):
     await pair.serve()
     await pair.copy()
     await gate.reached.wait()
+    return gate
+
+
+@with_pair
+async def test_nothing_is_skipped_after_an_interruption(pair, monkeypatch):
+    """The interrupted copy may have written bytes of another checkpoint."""
+    gate = await second_copy(pair, monkeypatch)
     assert gate.offsets == [3 * PAGE_BYTES, 3 * PAGE_BYTES + STEP]
     await pair.holder.ask("stop")
     gate.open()
@@ -527,14 +533,7 @@ async def test_nothing_is_skipped_after_an_interruption(pair, monkeypatch):
 
 @with_pair
 async def test_a_lost_connection_does_not_repeat_what_was_skipped(pair, monkeypatch):
-    await pair.serve()
-    await pair.copy()
-    await pair.holder.ended()
-    pair.ranks = pair.own, pair.peer = later(pair.ranks, [{3}, {3, 9}])
-    gate = Gate(monkeypatch, 2)
-    await pair.serve()
-    await pair.copy()
-    await gate.reached.wait()
+    gate = await second_copy(pair, monkeypatch)
     await pair.holder.until(lambda progress: progress["bytes"] == 2 * STEP)
     await pair.server.copies.stop()
     gate.open()
